@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,20 @@ const MAX_ENTRIES_BYTES: u64 = 1 << 20;
 
 /// Time between two looks at a lock that another process holds.
 const LOCK_PERIOD: Duration = Duration::from_millis(50);
+
+/// Opens a regular file for reading, and nothing else: opening a pipe waits for its writer.
+///
+/// # Errors
+/// As [`File::open`]; [`io::ErrorKind::InvalidInput`] if `path` leads to something that is no regular
+/// file.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let flags = nix::fcntl::OFlag::O_NONBLOCK.bits();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")),
+    }
+}
 
 /// Entries by name in a JSON file of the cache folder, which all servers of a machine share. The
 /// file is replaced as a whole, by whoever holds the lock beside it.

@@ -2,7 +2,7 @@
 //! One thread; it never waits on one child. It sleeps in `poll` on
 //!
 //! - the signalfd of SIGINT, SIGTERM and SIGHUP, which are blocked for the whole process;
-//! - an eventfd that the readers of control channels ring;
+//! - an eventfd that the readers of control channels ring, and threads that open files of weights;
 //! - the socket that `sepal status` and orders come over;
 //! - one pidfd per process, readable once the process has ended;
 //!
@@ -20,6 +20,7 @@ mod present;
 mod reload;
 mod service;
 mod upgrade;
+mod weights;
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -146,6 +147,8 @@ struct Driver<'a> {
     processes: Vec<ChildProcess>,
     segments: Segments,
     weights: Weights,
+    /// Workers that wait for files of weights.
+    waiting: Vec<weights::Waiting>,
     facts: Option<ModelFacts>,
     /// What workers measured at an earlier start.
     kept: Option<Capacity>,
@@ -256,6 +259,7 @@ impl<'a> Driver<'a> {
             processes,
             segments,
             weights,
+            waiting: Vec::new(),
             facts: None,
             kept: None,
             span: None,
@@ -316,6 +320,7 @@ impl<'a> Driver<'a> {
             self.follow_examinations();
             self.follow_upgrade();
             self.follow_web();
+            self.follow_weights();
             self.pending.push_back(Event::Tick);
         }
     }

@@ -15,6 +15,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use serde::{Deserialize, Serialize};
+use shared::block::Span;
 use shared::bootstrap::PeerSocket;
 use shared::config::{Device, KvMirror};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
@@ -52,6 +53,9 @@ pub enum MakeError {
     /// The files of the weights, which go with the segments of a worker.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// They were closed.
+    #[error("the weights of {0} are not open")]
+    NoWeights(Span),
     /// A doorbell.
     #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),

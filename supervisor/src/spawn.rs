@@ -7,7 +7,8 @@
 #![allow(unsafe_code, reason = "pidfd_open has no safe wrapper")]
 
 use std::ffi::{CString, OsStr, OsString};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
@@ -27,6 +28,9 @@ use crate::tree::ExitStatus;
 /// The variable that has the driver of CUDA count devices along the PCI bus, as its tools do, and not
 /// by speed.
 pub const DEVICE_ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+
+/// Longest secret that a child is passed: a token of the Hub has some forty characters.
+const MAX_SECRET_BYTES: usize = 4096;
 
 /// Variables that children inherit: of logs, of the driver and its libraries, of the way to other hosts.
 /// Tokens and the sockets of a service manager are not among them.
@@ -55,6 +59,39 @@ const INHERITED: [&str; 18] = [
 // The stand-in for the driver, which tests use, reads EMU_CUDA_*.
 const INHERITED_PREFIXES: [&str; 8] =
     ["CUDA_", "EMU_CUDA_", "GLIBC_TUNABLES", "LC_", "MALLOC_", "NVIDIA_", "RUST_", "SEPAL_"];
+
+/// What a child finds in its environment.
+pub fn environment() -> impl Iterator<Item = (OsString, OsString)> {
+    std::env::vars_os().filter(|(name, _)| is_inherited(name))
+}
+
+/// A descriptor that the next child inherits and from which it reads `secret`, at most
+/// [`MAX_SECRET_BYTES`], to its end.
+///
+/// # Errors
+/// When the process is out of descriptors, or the secret is longer.
+pub fn pass_secret(secret: &str) -> io::Result<OwnedFd> {
+    if secret.len() > MAX_SECRET_BYTES {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the secret is too long"));
+    }
+    let (read, mut write) = io::pipe()?;
+    // A pipe holds more.
+    write.write_all(secret.as_bytes())?;
+    let read = OwnedFd::from(read);
+    fcntl(&read, FcntlArg::F_SETFD(FdFlag::empty()))?;
+    Ok(read)
+}
+
+/// Reads what [`pass_secret`] left for this process.
+///
+/// # Errors
+/// When there is no such descriptor, or no such text in it.
+pub fn take_secret(fd: RawFd) -> io::Result<String> {
+    let mut secret = String::new();
+    let bytes = MAX_SECRET_BYTES as u64;
+    File::from(adopt(fd)?).take(bytes).read_to_string(&mut secret)?;
+    Ok(secret)
+}
 
 fn is_inherited(name: &OsStr) -> bool {
     let starts = |prefix: &&str| name.as_bytes().starts_with(prefix.as_bytes());
@@ -165,7 +202,7 @@ impl Process {
             .arg("--bootstrap")
             .arg(bootstrap.as_raw_fd().to_string())
             .env_clear()
-            .envs(std::env::vars_os().filter(|(name, _)| is_inherited(name)))
+            .envs(environment())
             .env(DEVICE_ORDER.0, DEVICE_ORDER.1)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

@@ -9,8 +9,9 @@
 //! The process of the next executable listens beside one that leaves: both have the same socket.
 
 use std::fs::DirEntry;
+use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -25,7 +26,7 @@ use shared::sandbox::{self, Confinement, SandboxError, SandboxMode, Subject};
 use tracing::{info, warn};
 
 use crate::listener::ListeningSocket;
-use crate::spawn::TITLE;
+use crate::spawn::{TITLE, environment, pass_secret};
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -116,7 +117,7 @@ impl Web {
     /// Starts the process.
     pub fn start(&mut self, shown: &Shown<'_>, now: Instant) {
         let spawned = match self.socket.for_child() {
-            Ok(Some(socket)) => command(socket, shown).spawn(),
+            Ok(Some(socket)) => spawn(socket, shown),
             // It has said why.
             Ok(None) => return self.wait(now),
             Err(error) => Err(error),
@@ -198,7 +199,18 @@ impl Drop for Web {
     }
 }
 
-/// `sepal gateway` over the server at `shown.peers`, which finds the socket in place of its standard input.
+/// Starts `sepal gateway` over the server at `shown.peers`, which finds the socket in place of its standard
+/// input, and the Hub's token in a pipe.
+fn spawn(socket: OwnedFd, shown: &Shown<'_>) -> io::Result<Child> {
+    let mut command = command(socket, shown);
+    let token = shown.prepare.hub.token.as_ref();
+    let token = token.map(|token| pass_secret(token.reveal())).transpose()?;
+    if let Some(token) = &token {
+        command.args(["--token_fd", &token.as_raw_fd().to_string()]);
+    }
+    command.spawn()
+}
+
 fn command(socket: OwnedFd, shown: &Shown<'_>) -> Command {
     let Shown { prepare, prefix, num_blocks, peers, log, sandbox } = shown;
     let last = prepare.model.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
@@ -206,7 +218,8 @@ fn command(socket: OwnedFd, shown: &Shown<'_>) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command
         .arg0(format!("{TITLE}gateway"))
-        .env_remove("NOTIFY_SOCKET")
+        .env_clear()
+        .envs(environment())
         .stdin(Stdio::from(socket))
         .stdout(Stdio::null())
         .args(["gateway", &format!("{name}={}", prepare.model)])
@@ -229,8 +242,8 @@ fn command(socket: OwnedFd, shown: &Shown<'_>) -> Command {
     if hub.is_plain_http_allowed {
         command.arg("--allow_plain_http");
     }
-    if let Some(token) = &hub.token {
-        command.env("HF_TOKEN", token.reveal());
+    if let Some(endpoint) = &hub.endpoint {
+        command.env("HF_ENDPOINT", endpoint);
     }
     command
 }

@@ -146,7 +146,7 @@ impl Manifest {
     /// of this version.
     pub fn read(path: &Path) -> Result<Manifest, ManifestError> {
         let failed = |source| ManifestError::Io { action: "read", path: path.to_owned(), source };
-        Manifest::read_open(&File::open(path).map_err(failed)?, path)
+        Manifest::read_open(&shared::files::open_regular(path).map_err(failed)?, path)
     }
 
     /// Reads the manifest in `file`, which was opened at `path`. Processes that share the descriptor may

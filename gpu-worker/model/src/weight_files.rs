@@ -46,9 +46,11 @@ pub enum WeightFileError {
 
 impl WeightFileError {
     /// Whether another attempt may succeed: a disk that failed once may answer the next time, while a
-    /// file that is gone or changed stays so.
+    /// file that is gone, changed or no file at all stays so.
     pub fn is_passing(&self) -> bool {
-        matches!(self, WeightFileError::File { source, .. } if source.kind() != io::ErrorKind::NotFound)
+        use io::ErrorKind::{InvalidInput, NotFound};
+        let stays = |kind| matches!(kind, NotFound | InvalidInput);
+        matches!(self, WeightFileError::File { source, .. } if !stays(source.kind()))
     }
 }
 
@@ -134,7 +136,7 @@ pub fn check(file: &File, entry: &FileEntry) -> Result<(), WeightFileError> {
 }
 
 fn open(entry: &FileEntry) -> Result<File, WeightFileError> {
-    let file = File::open(&entry.path).map_err(failed("open", entry))?;
+    let file = shared::files::open_regular(&entry.path).map_err(failed("open", entry))?;
     check(&file, entry)?;
     shared::hold::hold(&file, &entry.path).map_err(failed("lock", entry))?;
     Ok(file)
@@ -143,4 +145,29 @@ fn open(entry: &FileEntry) -> Result<File, WeightFileError> {
 fn failed(action: &'static str, entry: &FileEntry) -> impl Fn(io::Error) -> WeightFileError {
     let path = entry.path.clone();
     move |source| WeightFileError::File { action, path: path.clone(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_writer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("block");
+        std::fs::write(&path, "weights").unwrap();
+        let entry = FileEntry::of(&path, &File::open(&path).unwrap()).unwrap();
+        assert!(open(&entry).is_ok());
+        std::fs::remove_file(&path).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        let error = open(&entry).unwrap_err();
+        let WeightFileError::File { action: "open", source, .. } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(source.to_string(), "it is not a regular file");
+        assert!(!error.is_passing());
+        let folder = FileEntry { path: folder.path().to_owned(), ..entry };
+        assert!(!open(&folder).unwrap_err().is_passing());
+    }
 }

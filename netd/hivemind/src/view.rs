@@ -268,7 +268,7 @@ mod tests {
             expiration: 1.0,
         };
         let not_a_peer =
-            Dictionary::single(Value::str("not a peer").encode().into(), stranger.clone(), false);
+            Dictionary::single(Value::str("not a peer").encode().into(), stranger.clone(), None);
         assert!(parse_block(&Stored::Dictionary(not_a_peer)).is_empty());
         assert!(parse_block(&Stored::Regular(stranger)).is_empty());
     }

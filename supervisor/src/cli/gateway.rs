@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::config::{
-    ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig, ShownServer,
+    ChatConfig, FetchConfig, GatewayConfig, GatewayModel, LogConfig, SamplingConfig, Secret,
+    ShownServer,
 };
 use shared::sandbox::SandboxMode;
 
@@ -90,6 +91,9 @@ pub struct GatewayArgs {
     /// Supervisor of the server whose page this is
     #[arg(long, value_name = "PID", hide = true, requires = "num_blocks")]
     of_server: Option<u32>,
+    /// Descriptor from which the token of the Hub is read
+    #[arg(long, value_name = "FD", hide = true, requires = "of_server")]
+    token_fd: Option<i32>,
     /// Blocks of its model
     #[arg(long, value_name = "N", hide = true)]
     num_blocks: Option<u32>,
@@ -105,7 +109,13 @@ pub fn resolve(
     mut args: GatewayArgs,
     env: Env<'_>,
 ) -> Result<(GatewayConfig, FetchConfig, LogConfig), String> {
-    let fetch = args.fetch.resolve(env)?;
+    let mut fetch = args.fetch.resolve(env)?;
+    if let Some(fd) = args.token_fd {
+        let token = crate::spawn::take_secret(fd);
+        fetch.hub.token = Some(Secret::new(
+            token.map_err(|error| format!("cannot read --token_fd {fd}: {error}"))?,
+        ));
+    }
     // `--initial_peers A B MODEL` takes the models along.
     let first = args.initial_peers.iter().position(|text| !is_maddr(text));
     let first = first.filter(|first| *first > 0).unwrap_or(args.initial_peers.len());
@@ -373,6 +383,23 @@ mod tests {
         let drafts: Vec<_> = config.models.iter().map(|model| model.draft.as_deref()).collect();
         assert_eq!(drafts, [None, Some(Path::new("/m/tiny"))]);
         assert_eq!(config.local.head, QuantType::Nf4);
+    }
+
+    #[test]
+    fn the_page_of_a_server_reads_the_token_of_the_hub_from_a_pipe() {
+        use std::os::fd::IntoRawFd;
+        let resolved = |fd: i32| {
+            let line = format!(
+                "gateway m --of_server 1 --num_blocks 2 --token_fd {fd} --initial_peers {PEER}"
+            );
+            let line = Line::try_parse_from(line.split_whitespace()).unwrap();
+            resolve(line.args, &|name| (name == "HF_TOKEN").then(|| "other".to_owned()))
+        };
+        let fd = crate::spawn::pass_secret("hf_secret").unwrap().into_raw_fd();
+        let token = resolved(fd).unwrap().1.hub.token.unwrap();
+        assert_eq!(token.reveal(), "hf_secret");
+        assert!(resolved(2).unwrap_err().contains("--token_fd 2"), "a standard one");
+        assert!(crate::spawn::pass_secret(&"x".repeat(5000)).is_err());
     }
 
     #[test]

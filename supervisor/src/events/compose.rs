@@ -37,17 +37,16 @@ impl Driver<'_> {
         match self.compose(index, down) {
             Ok(true) => {}
             Ok(false) => self.unruly(index, "does not read its control channel"),
-            Err(error) => {
-                let end = ExitStatus::NotStarted {
-                    reason: make_reason(&error),
-                    message: with_causes(&error),
-                };
-                if let Some(child) = self.processes.get_mut(index) {
-                    child.fault = Some(end);
-                }
-                self.unruly(index, "cannot receive its descriptors");
-            }
+            Err(error) => self.cannot_begin(index, fault_of(&error)),
         }
+    }
+
+    /// Ends a child that cannot be given what it needs.
+    pub(super) fn cannot_begin(&mut self, index: usize, fault: ExitStatus) {
+        if let Some(child) = self.processes.get_mut(index) {
+            child.fault = Some(fault);
+        }
+        self.unruly(index, "cannot receive its descriptors");
     }
 
     fn unruly(&mut self, index: usize, what: &'static str) {
@@ -166,6 +165,10 @@ impl Driver<'_> {
             }
             Init::Netd { previous_addrs, served, whole, retired, paused } => {
                 self.init_netd(index, previous_addrs, (served, whole, retired), paused)
+            }
+            Init::Worker { whole, .. } if !self.has_weights(whole) => {
+                self.await_weights(index, whole, init)?;
+                Ok(true)
             }
             Init::Worker { placement, rank, whole, facts, by_warps } => {
                 self.init_worker(index, &placement, rank, (whole, facts), by_warps)
@@ -308,7 +311,7 @@ impl Driver<'_> {
         whole: Span,
         mut init: WorkerInit,
     ) -> Result<bool, MakeError> {
-        let open = self.weights.of(whole, &init.weights.manifest)?;
+        let open = self.weights.of(whole).ok_or(MakeError::NoWeights(whole))?;
         let (files, weights) = open.of_span(init.span);
         init.weights.files = files;
         let Some(child) = self.processes.get_mut(index) else {
@@ -392,6 +395,10 @@ fn warpgroups_of(known: &[(Device, Warpgroups)], device: Device, by_warps: bool)
 pub(super) fn manifest_of(instance: &Instance, span: Span) -> PathBuf {
     let (start, end) = (span.start(), span.end());
     instance.folder().join(format!("manifest-{start}-{end}.json"))
+}
+
+pub(super) fn fault_of(error: &MakeError) -> ExitStatus {
+    ExitStatus::NotStarted { reason: make_reason(error), message: with_causes(error) }
 }
 
 fn make_reason(error: &MakeError) -> ExitReason {

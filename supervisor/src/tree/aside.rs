@@ -41,21 +41,26 @@ impl Tree {
 
     /// The next group that is tried again, and when.
     pub(super) fn next_trial(&self) -> Option<(Instant, GroupId)> {
-        if self.ending.is_some() || self.moving.is_some() {
-            return None;
-        }
+        self.trials().min()
+    }
+
+    /// The groups that are tried again, and when. Without a model, none is.
+    fn trials(&self) -> impl Iterator<Item = (Instant, GroupId)> {
+        let may = self.ending.is_none() && self.moving.is_none() && self.facts.is_some();
         let held = |group: &&Group| {
             let held = |child: &Child| matches!(child.state, Lifecycle::Held { .. });
             let is_over = !group.is_alive() && group.children().all(held);
             group.assignment == Assignment::Serving && group.is_on_trial && is_over
         };
-        let due = self.groups.iter().filter(held);
-        due.filter_map(|group| Some((group.aside?.until, group.id()))).min()
+        let due = self.groups.iter().filter(move |_| may).filter(held);
+        due.filter_map(|group| Some((group.aside?.until, group.id())))
     }
 
-    /// Starts the groups whose pause is over.
+    /// Starts the groups whose pause is over, each once: one that cannot start is still due afterwards.
     pub(super) fn try_again(&mut self, now: Instant, out: &mut Vec<Action>) {
-        while let Some((_, id)) = self.next_trial().filter(|(at, _)| *at <= now) {
+        let mut due: Vec<_> = self.trials().filter(|(at, _)| *at <= now).collect();
+        due.sort_unstable();
+        for (_, id) in due {
             if let Some(group) = self.group_mut(id) {
                 group.workers.iter_mut().for_each(|worker| worker.child.forget_deaths());
             }

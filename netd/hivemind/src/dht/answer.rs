@@ -140,10 +140,10 @@ mod tests {
             (Bytes::from(Value::str(name).encode()), timed)
         };
         let (tag, record) = entry("server", 300);
-        let mut dictionary = Dictionary::single(tag.clone(), record, false);
+        let mut dictionary = Dictionary::single(tag.clone(), record, None);
         for number in 0..4000 {
             let (tag, junk) = entry(&number.to_string(), 1024);
-            dictionary.merge_entry(tag, junk, false);
+            dictionary.merge_entry(tag, junk, None);
         }
         assert!(dictionary.encode().len() > MAX_FOUND_BYTES);
         let found = within(Stored::Dictionary(dictionary), MAX_FOUND_BYTES).expect("some fit");

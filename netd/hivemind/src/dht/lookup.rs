@@ -7,7 +7,9 @@
 //!
 //! Where nodes contradict each other about an entry of a dictionary, the [`REPLICAS`] nearest ones
 //! decide by majority: announcements are stored at those, and they refuse what others say of a peer
-//! that spoke for itself. Anybody can write at nodes that are farther away.
+//! that spoke for itself. Anybody can write at nodes that are farther away. What a peer itself has
+//! stored here, or answers now, needs no majority; but once it should have renewed a record that is
+//! stored here and did not, later ones count too ([`Dictionary::decide_by`]).
 //!
 //! Pure: [`Lookup::next_call`] says whom to ask, the owner reports answers and failures. A node is
 //! asked once per key at most; peers that invent ever nearer nodes are stopped by [`MAX_VISITS`].
@@ -173,10 +175,10 @@ impl Lookup {
         self.in_flight == 0
     }
 
-    /// The results, in the order in which the keys were given.
+    /// The results at `now`, Unix seconds, in the order in which the keys were given.
     #[must_use]
-    pub fn finish(self) -> Vec<KeyResult> {
-        self.searches.into_iter().map(Search::finish).collect()
+    pub fn finish(self, now: f64) -> Vec<KeyResult> {
+        self.searches.into_iter().map(|search| search.finish(now)).collect()
     }
 }
 
@@ -284,7 +286,7 @@ impl Search {
         self.found.as_ref().is_some_and(|found| found.expiration() >= sufficient)
     }
 
-    fn finish(mut self) -> KeyResult {
+    fn finish(mut self, now: f64) -> KeyResult {
         let answered = self
             .candidates
             .into_values()
@@ -295,7 +297,7 @@ impl Search {
             let distances = nearest.iter().take(REPLICAS).map(|c| c.node_id.distance(&self.key));
             let voters: Vec<&Dictionary> =
                 distances.filter_map(|distance| self.nearest.get(&distance)).collect();
-            found.decide_by(&voters);
+            found.decide_by(&voters, now);
         }
         KeyResult { key: self.key, found: self.found, source: self.source, nearest }
     }
@@ -305,6 +307,7 @@ impl Search {
 mod tests {
     use super::super::storage::Timed;
     use super::*;
+    use bytes::Bytes;
 
     fn contact(number: u32) -> Contact {
         Contact { node_id: DhtId::of_bytes(&number.to_be_bytes()), peer_id: PeerId::random() }
@@ -316,6 +319,8 @@ mod tests {
             (0..keys).map(|n| Wanted { key: key(n), seeds: seeds.clone(), known: None }).collect();
         Lookup::new(contact(u32::MAX), wanted, sufficient, workers)
     }
+
+    const NOW: f64 = 40.0;
 
     fn value(expiration: f64) -> Option<Stored> {
         Some(Stored::Regular(Timed { value: "v".into(), expiration }))
@@ -339,7 +344,7 @@ mod tests {
         lookup.on_failure(&calls[0]);
         assert_eq!(lookup.next_call(nobody), None);
         assert!(lookup.is_idle());
-        assert_eq!(lookup.finish()[0].nearest, expected[1..]);
+        assert_eq!(lookup.finish(NOW)[0].nearest, expected[1..]);
     }
 
     #[test]
@@ -360,7 +365,7 @@ mod tests {
         let call = lookup.next_call(nobody).unwrap();
         lookup.on_answers(&call, vec![Answer { found: value(50.0), nearest: vec![] }]);
         assert_eq!(lookup.next_call(nobody), None);
-        let result = lookup.finish().remove(0);
+        let result = lookup.finish(NOW).remove(0);
         assert_eq!((result.found, result.source), (value(50.0), Some(call.contact.node_id)));
     }
 
@@ -377,7 +382,7 @@ mod tests {
         let tag = tag_of(&PeerId::random());
         let entry = |value: &'static str, expiration: f64| {
             let timed = Timed { value: value.into(), expiration };
-            Some(Stored::Dictionary(Dictionary::single(tag.clone(), timed, false)))
+            Some(Stored::Dictionary(Dictionary::single(tag.clone(), timed, None)))
         };
         let mut lookup = lookup((0..15).map(contact).collect(), 1, f64::INFINITY, 20);
         let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
@@ -391,12 +396,81 @@ mod tests {
             };
             lookup.on_answers(call, vec![Answer { found, nearest: vec![] }]);
         }
-        let found = lookup.finish().remove(0).found;
+        let found = lookup.finish(NOW).remove(0).found;
         let Some(Stored::Dictionary(dictionary)) = found else { panic!("{found:?}") };
         assert_eq!(
             dictionary.iter().next().map(|(_, timed)| &timed.value[..]),
             Some(&b"online"[..])
         );
+    }
+
+    /// What a reader believes of a server whose record, first hand, is in its own store and counts
+    /// alone until `until`, where the nearest nodes say `nearest`, and nodes that are far lie.
+    fn believed(until: f64, nearest: &[Option<(&'static str, f64)>]) -> Bytes {
+        believed_beside(until, nearest, None)
+    }
+
+    /// The same, if the server itself is among the nodes that are far and says something.
+    fn believed_beside(
+        until: f64,
+        nearest: &[Option<(&'static str, f64)>],
+        itself: Option<(&'static str, f64)>,
+    ) -> Bytes {
+        let mut seeds: Vec<_> = (0..9).map(contact).collect();
+        seeds.sort_by_key(|contact| contact.node_id.distance(&DhtId::of_text("key 0")));
+        let tag = tag_of(&seeds[8].peer_id);
+        let dictionary = |(value, expiration): (&'static str, f64), first_hand| {
+            let timed = Timed { value: value.into(), expiration };
+            Stored::Dictionary(Dictionary::single(tag.clone(), timed, first_hand))
+        };
+        let known = Some(dictionary(("ours", 50.0), Some(until)));
+        let wanted = Wanted { key: DhtId::of_text("key 0"), seeds, known };
+        let mut lookup = Lookup::new(contact(u32::MAX), vec![wanted], f64::INFINITY, 20);
+        let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
+        for (number, call) in calls.iter().enumerate() {
+            let far = if number == 8 { itself } else { Some(("forged", 1000.0)) };
+            let said = nearest.get(number).copied().unwrap_or(far);
+            let found = said.map(|said| dictionary(said, None));
+            lookup.on_answers(call, vec![Answer { found, nearest: vec![] }]);
+        }
+        let found = lookup.finish(NOW).remove(0).found;
+        let Some(Stored::Dictionary(dictionary)) = found else { panic!("{found:?}") };
+        dictionary.iter().next().expect("an entry").1.value.clone()
+    }
+
+    #[test]
+    fn our_record_of_a_peer_gives_way_to_a_later_one_when_its_renewal_is_due() {
+        let (newer, forged) = (Some(("newer", 60.0)), Some(("forged", 1000.0)));
+        let (same, older) = (Some(("ours", 50.0)), Some(("older", 45.0)));
+        let (fresh, due) = (NOW + 1.0, NOW - 1.0);
+        for (until, nearest, expected) in [
+            (fresh, [newer; 5], "ours"),
+            (fresh, [forged; 5], "ours"),
+            (due, [newer; 5], "newer"),
+            (due, [newer, newer, newer, forged, forged], "newer"),
+            (due, [None, None, None, None, newer], "newer"),
+            (due, [same, same, same, same, forged], "ours"),
+            (due, [same, same, None, forged, forged], "ours"),
+            (due, [older; 5], "ours"),
+            (due, [None; 5], "ours"),
+        ] {
+            assert_eq!(believed(until, &nearest), expected, "until {until}: {nearest:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_peer_answers_itself_needs_no_majority() {
+        let forged = [Some(("forged", 1000.0)); 5];
+        for said in [("ours", 50.0), ("newer", 60.0)] {
+            assert_eq!(believed_beside(NOW, &forged, Some(said)), said.0);
+        }
+    }
+
+    #[test]
+    fn nodes_that_cut_a_long_life_at_other_times_agree_on_its_value() {
+        let cut = |seconds: f64| Some(("newer", 900.0 + seconds));
+        let nearest = [cut(0.1), cut(0.2), cut(0.3), Some(("forged", 1000.0)), None];
+        assert_eq!(believed(NOW, &nearest), "newer");
     }
 
     #[test]

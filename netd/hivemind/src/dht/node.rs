@@ -427,7 +427,7 @@ impl Node {
         }
         let idle = matches!(self.operations.get(&id), Some(Operation::Looking { lookup, .. }) if lookup.is_idle());
         if idle && let Some(Operation::Looking { lookup, goal }) = self.operations.remove(&id) {
-            self.looked(id, lookup.finish(), goal, now);
+            self.looked(id, lookup.finish(now), goal, now);
         }
     }
 

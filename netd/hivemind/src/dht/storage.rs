@@ -11,6 +11,8 @@
 //! - An expiration more than [`StorageLimits::max_horizon_s`] ahead is cut to that.
 //! - What a peer stores under its own PeerID replaces what others stored there, whatever the
 //!   expirations; others cannot replace it while it lives. Nobody but we store under our PeerID.
+//!   Who reads a key here goes by it alone for half of its life: by then the peer has renewed it,
+//!   and if not here, because other nodes are nearer by now, the newer record is theirs.
 //! - A single value does not replace a dictionary that holds an entry of the peer it names.
 
 use super::id::DhtId;
@@ -220,19 +222,22 @@ impl Storage {
             self.refused += 1;
             return false;
         }
-        let first_hand = tag.as_ref() == Some(&owner.tag);
+        let is_first_hand = tag.as_ref() == Some(&owner.tag);
         let charged_tag = tag.clone().unwrap_or_default();
         let bytes = ENTRY_OVERHEAD + charged_tag.len() + timed.value.len();
-        if !self.is_newer(&key, tag.as_ref(), &timed, first_hand) {
+        if !self.is_newer(&key, tag.as_ref(), &timed, is_first_hand) {
             return false;
         }
         if !self.fits(owner, &key, &charged_tag, &timed)
-            || !self.make_room(owner, &key, tag.as_ref(), first_hand, bytes)
+            || !self.make_room(owner, &key, tag.as_ref(), is_first_hand, bytes)
         {
             self.refused += 1;
             return false;
         }
         let expiration = timed.expiration;
+        // We know best what we say. Others say it again after half of its life.
+        let alone_until = if ours { f64::INFINITY } else { now.midpoint(expiration) };
+        let first_hand = is_first_hand.then_some(alone_until);
         self.put(key, tag, timed, first_hand);
         self.ledger.record(owner.account, (key, charged_tag), bytes, expiration);
         true
@@ -306,7 +311,7 @@ impl Storage {
         }
     }
 
-    fn put(&mut self, key: DhtId, tag: Option<Bytes>, timed: Timed, first_hand: bool) {
+    fn put(&mut self, key: DhtId, tag: Option<Bytes>, timed: Timed, first_hand: Option<f64>) {
         match (self.items.get_mut(&key), tag) {
             (Some(Stored::Dictionary(dictionary)), Some(tag)) => {
                 dictionary.merge_entry(tag, timed, first_hand);

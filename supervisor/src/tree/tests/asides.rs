@@ -43,6 +43,15 @@ fn a_device_that_was_put_aside_is_tried_again_and_serves() {
 }
 
 #[test]
+fn a_device_whose_worker_cannot_start_does_not_stop_the_tree() {
+    let mut rig = Rig::put_aside();
+    // Only a damaged state of an upgrade says this.
+    rig.tree.facts = None;
+    assert!(rig.wait(FIRST).spawned().is_empty());
+    assert!(rig.finished().is_none());
+}
+
+#[test]
 fn pauses_grow_while_it_fails_and_the_rest_serves() {
     let mut rig = Rig::put_aside();
     let mut pause = FIRST;

@@ -348,7 +348,7 @@ fn refused_renewal_is_answered_by_a_newer_one() {
         only_call(node.on(Event::Answered { call, response: stored(false) }, NOW));
     assert!(matches!(request, Request::Find(_)), "{request:?}");
     let end = NOW + 29.0 * 86_400.0;
-    let forged = Dictionary::single(own, Timed { value: "forged".into(), expiration: end }, false);
+    let forged = Dictionary::single(own, Timed { value: "forged".into(), expiration: end }, None);
     let event = Event::Answered { call, response: found(Some(forged)) };
     let (call, peer, request) = only_call(node.on(event, NOW));
     let Request::Store(request) = request else { panic!("{request:?}") };
@@ -401,7 +401,7 @@ fn an_older_record_of_ours_never_replaces_a_newer_one() {
                 let mut result = FindResult::default();
                 result.set_type(ResultType::FoundDictionary);
                 let timed = Timed { value: "offline".into(), expiration: NOW + 101.0 };
-                let newer = Dictionary::single(own.clone(), timed, false);
+                let newer = Dictionary::single(own.clone(), timed, None);
                 (result.value, result.expiration_time) = (newer.encode(), NOW + 101.0);
                 let results = vec![result];
                 let found = Some(Response::Find(FindResponse { auth: None, results, peer: None }));

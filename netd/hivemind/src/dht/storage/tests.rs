@@ -93,9 +93,9 @@ fn whole_dictionary_is_merged_entry_by_entry() {
     let mut storage = storage();
     storage.store(key(), entry("a", b"1", NOW + 5.0), NOW);
     let mut incoming =
-        Dictionary::single(Value::str("b").encode().into(), timed(b"2", NOW + 2.0), false);
+        Dictionary::single(Value::str("b").encode().into(), timed(b"2", NOW + 2.0), None);
     assert!(storage.store(key(), Item::Dictionary(incoming.clone()), NOW));
-    incoming.merge_entry(Value::str("a").encode().into(), timed(b"old", NOW + 4.0), false);
+    incoming.merge_entry(Value::str("a").encode().into(), timed(b"old", NOW + 4.0), None);
     assert!(!storage.store(key(), Item::Dictionary(incoming), NOW));
     assert_eq!(found(&storage, NOW), [b"1", b"2"]);
 }
@@ -134,9 +134,9 @@ fn merge_keeps_the_newest_entry_of_each_subkey() {
                 (Value::str(*subkey).encode().into(), timed(value, *expiration));
             match &mut all {
                 Some(all) => {
-                    all.merge_entry(tag, timed, false);
+                    all.merge_entry(tag, timed, None);
                 }
-                None => all = Some(Dictionary::single(tag, timed, false)),
+                None => all = Some(Dictionary::single(tag, timed, None)),
             }
         }
         Stored::Dictionary(all.unwrap())
@@ -245,7 +245,7 @@ fn what_a_peer_says_of_itself_beats_what_others_say_of_it() {
     assert!(storage.store_for(&honest, key(), record(&server, b"true", NOW + 240.0), NOW));
     assert_eq!(found(&storage, NOW), [b"true"]);
     assert!(!storage.store_for(&forged, key(), record(&server, b"forged", NOW + 900.0), NOW));
-    let whole = Dictionary::single(tag_of(&server), timed(b"forged", NOW + 900.0), false);
+    let whole = Dictionary::single(tag_of(&server), timed(b"forged", NOW + 900.0), None);
     assert!(!storage.store_for(&forged, key(), Item::Dictionary(whole), NOW));
     assert!(!storage.store_for(&forged, key(), regular(b"forged", NOW + 900.0), NOW));
     assert!(storage.store_for(&honest, key(), record(&server, b"newer", NOW + 360.0), NOW + 1.0));
@@ -360,7 +360,7 @@ fn an_older_record_of_a_peer_never_replaces_a_newer_one_of_its_own() {
     let peer = PeerId::random();
     let heard = |value: &'static [u8], expiration| {
         let Item::Entry(tag, timed) = record(&peer, value, expiration) else { panic!() };
-        let mut stored = Stored::Dictionary(Dictionary::single(tag.clone(), timed, false));
+        let mut stored = Stored::Dictionary(Dictionary::single(tag.clone(), timed, None));
         stored.heard_from(&tag);
         stored
     };

@@ -2,7 +2,7 @@
 
 use crate::wire::msgpack::{EXT_DHT_DICTIONARY, Limits, Value};
 use bytes::Bytes;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Subkey tag of a regular value: msgpack's nil.
 pub const REGULAR_TAG: &[u8] = &[0xc0];
@@ -26,8 +26,9 @@ pub struct Timed {
 pub struct Dictionary {
     /// By the msgpack form of the subkey.
     pub(in crate::dht) entries: BTreeMap<Bytes, Timed>,
-    /// Subkeys whose entries came from the very peer that they name.
-    first_hand: BTreeSet<Bytes>,
+    /// Subkeys whose entries came from the very peer that they name, and until when (Unix seconds)
+    /// each of them counts whatever others say.
+    first_hand: BTreeMap<Bytes, f64>,
     /// Latest expiration of any entry that ever was in it.
     pub(in crate::dht) latest: f64,
 }
@@ -42,12 +43,13 @@ pub enum Stored {
 }
 
 impl Dictionary {
-    /// A dictionary of one entry, `first_hand` if the peer that it names brought it.
+    /// A dictionary of one entry. `first_hand`: the peer that it names brought it, and it counts
+    /// alone until then.
     #[must_use]
-    pub fn single(tag: Bytes, entry: Timed, first_hand: bool) -> Self {
+    pub fn single(tag: Bytes, entry: Timed, first_hand: Option<f64>) -> Self {
         let mut single = Self {
             entries: BTreeMap::new(),
-            first_hand: BTreeSet::new(),
+            first_hand: BTreeMap::new(),
             latest: entry.expiration,
         };
         single.merge_entry(tag, entry, first_hand);
@@ -72,13 +74,13 @@ impl Dictionary {
             return None;
         };
         let mut dictionary =
-            Self { entries: BTreeMap::new(), first_hand: BTreeSet::new(), latest: *latest };
+            Self { entries: BTreeMap::new(), first_hand: BTreeMap::new(), latest: *latest };
         for entry in entries.as_sequence()? {
             let [subkey, Value::Bin(value), Value::Float(expiration)] = entry.as_sequence()? else {
                 return None;
             };
             let timed = Timed { value: value.clone().into(), expiration: *expiration };
-            dictionary.merge_entry(subkey.encode().into(), timed, false);
+            dictionary.merge_entry(subkey.encode().into(), timed, None);
         }
         dictionary.latest.is_finite().then_some(dictionary)
     }
@@ -102,7 +104,7 @@ impl Dictionary {
 
     /// Whether [`Self::merge_entry`] would take this entry.
     pub(super) fn accepts(&self, tag: &Bytes, timed: &Timed, first_hand: bool) -> bool {
-        match (self.entries.get(tag), self.first_hand.contains(tag), first_hand) {
+        match (self.entries.get(tag), self.first_hand.contains_key(tag), first_hand) {
             (None, ..) | (Some(_), false, true) => true,
             (Some(_), true, false) => false,
             (Some(old), ..) => old.expiration < timed.expiration,
@@ -110,37 +112,59 @@ impl Dictionary {
     }
 
     /// Takes an entry unless one of the same or a later expiration is there. What a peer says of
-    /// itself (`first_hand`) replaces what others say, and never the other way round.
+    /// itself (`first_hand`, with the time until which that counts alone) replaces what others say,
+    /// and never the other way round.
     pub(in crate::dht) fn merge_entry(
         &mut self,
         tag: Bytes,
         timed: Timed,
-        first_hand: bool,
+        first_hand: Option<f64>,
     ) -> bool {
-        if !self.accepts(&tag, &timed, first_hand) {
+        if !self.accepts(&tag, &timed, first_hand.is_some()) {
+            self.confirm(&tag, &timed, first_hand);
             return false;
         }
         self.latest = self.latest.max(timed.expiration);
-        if first_hand {
-            self.first_hand.insert(tag.clone());
+        if let Some(until) = first_hand {
+            self.first_hand.insert(tag.clone(), until);
         }
         self.entries.insert(tag, timed);
         true
     }
 
-    /// Gives each entry the form that most of `voters` have, if any has the entry, and the later one
-    /// if as many have each. What a peer said of itself stays.
-    pub(in crate::dht) fn decide_by(&mut self, voters: &[&Self]) {
+    /// A peer that says again what it said before: that counts alone for longer.
+    fn confirm(&mut self, tag: &Bytes, timed: &Timed, first_hand: Option<f64>) {
+        if let (Some(until), Some(known)) = (first_hand, self.first_hand.get_mut(tag))
+            && self.entries.get(tag) == Some(timed)
+        {
+            *known = known.max(until);
+        }
+    }
+
+    /// Gives each entry the value that most of `voters` have, if any has the entry, and of those of
+    /// as many the one that ends later. What a peer said of itself stays while it counts alone;
+    /// then it is one more vote, and gives way to what ends later. Votes count values: nodes cut
+    /// expirations, each at its own time.
+    pub(in crate::dht) fn decide_by(&mut self, voters: &[&Self], now: f64) {
         for (tag, entry) in &mut self.entries {
-            if self.first_hand.contains(tag) {
+            let until = self.first_hand.get(tag);
+            if until.is_some_and(|until| now < *until) {
                 continue;
             }
-            let versions = || voters.iter().filter_map(|voter| voter.entries.get(tag));
-            let votes = |version: &Timed| versions().filter(|other| *other == version).count();
-            let best = versions()
+            let own = until.map(|_| entry.clone());
+            let is_older = |version: &&Timed| {
+                own.as_ref().is_some_and(|own| version.expiration < own.expiration)
+            };
+            let theirs = voters.iter().filter_map(|voter| voter.entries.get(tag));
+            let versions: Vec<&Timed> = theirs.filter(|v| !is_older(v)).chain(&own).collect();
+            let votes = |version: &Timed| {
+                versions.iter().filter(|other| other.value == version.value).count()
+            };
+            let best = versions
+                .iter()
                 .max_by(|a, b| votes(a).cmp(&votes(b)).then(a.expiration.total_cmp(&b.expiration)));
             if let Some(best) = best {
-                *entry = best.clone();
+                *entry = (*best).clone();
             }
         }
     }
@@ -177,14 +201,14 @@ impl Dictionary {
 
     /// The entry that ends first of those that others than the named peer brought.
     pub(super) fn first_of_others(&self) -> Option<Bytes> {
-        let others = self.entries.iter().filter(|(tag, _)| !self.first_hand.contains(*tag));
+        let others = self.entries.iter().filter(|(tag, _)| !self.first_hand.contains_key(*tag));
         let first = others.min_by(|a, b| a.1.expiration.total_cmp(&b.1.expiration));
         first.map(|(tag, _)| tag.clone())
     }
 
     fn drop_expired(&mut self, now: f64) {
         self.entries.retain(|_, entry| entry.expiration >= now);
-        self.first_hand.retain(|tag| self.entries.contains_key(tag));
+        self.first_hand.retain(|tag, _| self.entries.contains_key(tag));
     }
 }
 
@@ -198,12 +222,12 @@ impl Stored {
         }
     }
 
-    /// Marks the entry under `tag` as what its own peer said: the node that answered was that peer.
+    /// Marks the entry under `tag` as what its own peer says: the node that answered was that peer.
     pub fn heard_from(&mut self, tag: &Bytes) {
         if let Self::Dictionary(dictionary) = self
             && dictionary.entries.contains_key(tag)
         {
-            dictionary.first_hand.insert(tag.clone());
+            dictionary.first_hand.insert(tag.clone(), f64::INFINITY);
         }
     }
 
@@ -215,7 +239,7 @@ impl Stored {
             (Self::Dictionary(mine), Self::Dictionary(mut theirs)) => {
                 mine.latest = mine.latest.max(theirs.latest);
                 for (tag, timed) in std::mem::take(&mut theirs.entries) {
-                    let first_hand = theirs.first_hand.contains(&tag);
+                    let first_hand = theirs.first_hand.get(&tag).copied();
                     mine.merge_entry(tag, timed, first_hand);
                 }
             }
