@@ -24,7 +24,7 @@ use shared::build::Build;
 use shared::config::ServeConfig;
 use shared::control::Capacity;
 use shared::exit::ExitReason;
-use shared::ids::Generation;
+use shared::ids::{Generation, GroupId};
 use shared::model::ModelFacts;
 
 use crate::handed::{Fd, Handed};
@@ -125,6 +125,11 @@ pub enum HandoverError {
     /// Its content.
     #[error("the state of the build before means nothing to this one")]
     Content(#[from] postcard::Error),
+    /// A group of it.
+    #[error(
+        "in the state of the build before, the workers of group {0} are not one for each of its devices"
+    )]
+    Incomplete(GroupId),
 }
 
 impl Handover {
@@ -147,9 +152,14 @@ impl Handover {
     pub fn read(from: impl Read) -> Result<Handover, HandoverError> {
         let mut bytes = Vec::new();
         from.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes)?;
-        match bytes.len() as u64 {
-            long if long > MAX_STATE_BYTES => Err(HandoverError::TooLong(long)),
-            _ => Ok(postcard::from_bytes(&bytes)?),
+        let long = bytes.len() as u64;
+        if long > MAX_STATE_BYTES {
+            return Err(HandoverError::TooLong(long));
+        }
+        let state: Handover = postcard::from_bytes(&bytes)?;
+        match state.tree.incomplete_group() {
+            Some(group) => Err(HandoverError::Incomplete(group)),
+            None => Ok(state),
         }
     }
 }

@@ -56,6 +56,16 @@ impl Tree {
         Some(format!("group {} is starting", late.id()))
     }
 
+    /// A group that does not have a worker for each of its devices, or has none: the tree was not written
+    /// by a supervisor.
+    pub fn incomplete_group(&self) -> Option<GroupId> {
+        let is_whole = |group: &super::Group| {
+            let ids = group.workers.iter().map(|worker| worker.id);
+            !group.workers.is_empty() && ids.eq(group.placement.workers())
+        };
+        self.groups.iter().find(|group| !is_whole(group)).map(super::Group::id)
+    }
+
     /// Whether there are no workers, for as long as the operator wants.
     pub fn is_paused(&self) -> bool {
         self.pause == Pause::Paused

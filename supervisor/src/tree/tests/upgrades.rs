@@ -115,3 +115,13 @@ fn a_stop_ends_the_replacement() {
     rig.on(Event::Stop);
     assert_eq!(rig.tree.replaces(), None);
 }
+
+#[test]
+fn a_group_without_a_worker_per_device_is_named() {
+    let mut rig = Rig::online(2);
+    assert_eq!(rig.tree.incomplete_group(), None);
+    rig.tree.groups[1].workers.clear();
+    assert_eq!(rig.tree.incomplete_group(), Some(GroupId(1)));
+    rig.tree.groups[1].workers = rig.tree.groups[0].workers.clone();
+    assert_eq!(rig.tree.incomplete_group(), Some(GroupId(1)), "the worker of another group");
+}
