@@ -66,7 +66,7 @@ pub fn environment() -> impl Iterator<Item = (OsString, OsString)> {
 }
 
 /// A descriptor that the next child inherits and from which it reads `secret`, at most
-/// [`MAX_SECRET_BYTES`], to its end.
+/// `MAX_SECRET_BYTES`, to its end.
 ///
 /// # Errors
 /// When the process is out of descriptors, or the secret is longer.

@@ -121,7 +121,9 @@ impl Tree {
 
     fn replace_netd(&mut self, now: Instant, out: &mut Vec<Action>) {
         let Some(replacing) = &mut self.replacing else { return };
-        let by = *replacing.netd_by.get_or_insert(now + replacing.patience);
+        // The state that was handed over may hold any number.
+        let by = now.checked_add(replacing.patience).unwrap_or(now);
+        let by = *replacing.netd_by.get_or_insert(by);
         let knows_all = self.said.has_model && self.netd.is_ready();
         if self.netd.generation > replacing.netd {
             let told = |group: &super::Group| {

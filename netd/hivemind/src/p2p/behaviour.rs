@@ -9,7 +9,7 @@ use std::sync::Arc;
 use libp2p::{
     PeerId, Swarm, SwarmBuilder, autonat, dcutr, dns, identify,
     identity::{Keypair, PublicKey},
-    kad, noise, ping, relay,
+    noise, ping, relay,
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
     tls, upnp,
 };
@@ -22,12 +22,12 @@ use super::{
     error::P2pError,
     gate::{self, Places},
     limits::{
-        BOOTSTRAP_PERIOD, CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits,
-        LOOKUP_TIMEOUT, MAX_CIRCUIT_BYTES, MAX_CIRCUIT_DURATION, MAX_CIRCUITS,
-        MAX_CIRCUITS_PER_PEER, MAX_NEGOTIATING_STREAMS, MAX_RESERVATIONS,
-        MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
+        CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits, MAX_CIRCUIT_BYTES,
+        MAX_CIRCUIT_DURATION, MAX_CIRCUITS, MAX_CIRCUITS_PER_PEER, MAX_NEGOTIATING_STREAMS,
+        MAX_RESERVATIONS, MAX_RESERVATIONS_PER_PEER, PING_PERIOD,
     },
     muxer::Multiplexing,
+    peer_routing::PeerRouting,
     rpc_streams,
     serve::Inbound,
     traffic::Traffic,
@@ -46,7 +46,7 @@ pub(super) struct NodeBehaviour {
     gate: gate::Behaviour,
     pub identify: identify::Behaviour,
     pub ping: ping::Behaviour,
-    pub kad: kad::Behaviour<kad::store::MemoryStore>,
+    pub kad: PeerRouting,
     pub rpc: rpc_streams::Behaviour,
     pub relay_client: relay::client::Behaviour,
     pub relay_service: Toggle<relay::Behaviour>,
@@ -132,7 +132,7 @@ fn behaviour(
         ping: ping::Behaviour::new(
             ping::Config::new().with_interval(PING_PERIOD).with_timeout(PING_PERIOD),
         ),
-        kad: kad(peer, config.kad_server),
+        kad: PeerRouting::new(peer, config.kad_server),
         rpc,
         relay_client,
         relay_service: Toggle::from(traversal.relay_service.then(|| relay_service(peer))),
@@ -171,19 +171,6 @@ pub(super) fn asks_router(config: &P2pConfig) -> bool {
         ip_of(addr).is_some_and(|ip| ip.is_ipv4() && Scope::of(ip) != Scope::Machine)
     };
     config.traversal.upnp && config.announce.is_empty() && config.listen.iter().any(leaves)
-}
-
-/// Kademlia for peer routing. Records of others are never stored: nothing of Petals uses them.
-fn kad(peer: PeerId, server: bool) -> kad::Behaviour<kad::store::MemoryStore> {
-    let mut config = kad::Config::new(kad::PROTOCOL_NAME);
-    config
-        .set_query_timeout(LOOKUP_TIMEOUT)
-        .set_periodic_bootstrap_interval(Some(BOOTSTRAP_PERIOD))
-        .set_record_filtering(kad::StoreInserts::FilterBoth)
-        .set_kbucket_inserts(kad::BucketInserts::Manual);
-    let mut kad = kad::Behaviour::with_config(peer, kad::store::MemoryStore::new(peer), config);
-    kad.set_mode(Some(if server { kad::Mode::Server } else { kad::Mode::Client }));
-    kad
 }
 
 /// A dial of one address, whatever else is going on with the peer it names.

@@ -215,6 +215,11 @@ fn dials() -> Vec<Bound> {
             "they fail",
         ),
         Bound::new("time of a lookup of a peer", time(LOOKUP_TIMEOUT), "it fails"),
+        Bound::new(
+            "peers remembered that lookups leave out",
+            count(MAX_UNREACHED_PEERS),
+            "they are dialled again at once",
+        ),
     ]
 }
 

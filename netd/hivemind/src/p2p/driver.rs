@@ -468,22 +468,13 @@ impl Driver {
         if addrs.is_empty() {
             return;
         }
-        let kad = &mut self.swarm.behaviour_mut().kad;
         // What the peer says now replaces what it said before, so its addresses cannot pile up.
-        kad.remove_peer(&peer);
-        for addr in addrs {
-            kad.add_address(&peer, addr);
-        }
+        self.swarm.behaviour_mut().kad.replace_addresses(&peer, addrs);
     }
 
     fn known_addresses(&mut self, peer: PeerId) -> Vec<Multiaddr> {
-        let kad = &mut self.swarm.behaviour_mut().kad;
-        let Some(bucket) = kad.kbucket(peer) else {
-            return Vec::new();
-        };
-        let entry = bucket.iter().find(|entry| *entry.node.key.preimage() == peer);
-        let addrs = entry.iter().flat_map(|entry| entry.node.value.iter());
-        addrs.cloned().map(without_peer).collect()
+        let addrs = self.swarm.behaviour_mut().kad.addresses(peer);
+        addrs.into_iter().map(without_peer).collect()
     }
 
     /// Closes idle connections if there are too many.

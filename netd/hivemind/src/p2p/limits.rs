@@ -106,6 +106,10 @@ pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
 pub(super) const CALLER_END_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 8 } else { 1 });
 /// One lookup of a peer by its id.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
+/// After a dial of a peer failed, how long lookups leave it out. As go-libp2p does at first.
+pub(super) const LOOKUP_PAUSE: Duration = Duration::from_secs(5);
+/// Such peers that are remembered.
+pub(super) const MAX_UNREACHED_PEERS: usize = 1024;
 /// How often the routing table is refreshed.
 pub(super) const BOOTSTRAP_PERIOD: Duration = Duration::from_secs(300);
 /// First pause before an initial peer that is not connected is dialled again; doubles.

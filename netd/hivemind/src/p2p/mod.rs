@@ -44,6 +44,7 @@ mod messages;
 mod muxer;
 mod nets;
 mod node;
+mod peer_routing;
 mod pools;
 mod reach;
 mod relays;

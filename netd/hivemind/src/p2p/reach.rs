@@ -102,7 +102,7 @@ impl Reach {
             Stage::Dialing => {
                 debug!(%peer, reason, "looking up the addresses of a peer");
                 attempt.stage = Stage::LookingUp;
-                let id = swarm.behaviour_mut().kad.get_closest_peers(peer);
+                let id = swarm.behaviour_mut().kad.look_up(peer);
                 self.lookups.insert(id, peer);
             }
             // The lookup may know further addresses.

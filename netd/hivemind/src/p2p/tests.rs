@@ -538,3 +538,38 @@ fn a_node_that_was_shut_down_says_so() {
         assert!(call.is_err());
     });
 }
+
+#[test]
+fn lookups_do_not_dial_a_peer_that_left_again_and_again() {
+    block_on(async {
+        let (router, _router_inbound) = start(Vec::new()).await;
+        let initial = vec![full_address(&router).await];
+        let (gone, _gone_inbound) = start(initial.clone()).await;
+        let listens = gone.listen_addrs().await;
+        until(|| async { router.known_addresses(gone.peer_id()).await == listens }).await;
+        gone.shutdown().await;
+        until(|| async { router.connected_peers().await.is_empty() }).await;
+
+        // Who listens there now is no peer, and counts.
+        let port = listens[0].iter().find_map(|part| match part {
+            Protocol::Tcp(port) => Some(port),
+            _ => None,
+        });
+        let listener = TcpListener::bind(("127.0.0.1", port.expect("a port"))).await;
+        let listener = listener.expect("the port is free again");
+        // Peers that are new refresh the routing table, bucket by bucket.
+        let mut newcomers = Vec::new();
+        for _ in 0..8 {
+            newcomers.push(start(initial.clone()).await);
+        }
+        let mut dials = 0;
+        let quiet = Duration::from_secs(2);
+        while let Ok(accepted) = timeout(quiet, listener.accept()).await {
+            drop(accepted.expect("a connection"));
+            dials += 1;
+            // The router, and those that it told of the peer.
+            assert!(dials <= 1 + newcomers.len(), "dialled again and again");
+        }
+        assert_ne!(dials, 0, "the table was not refreshed");
+    });
+}

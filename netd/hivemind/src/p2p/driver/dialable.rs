@@ -5,8 +5,7 @@ use super::*;
 
 impl Driver {
     pub(super) fn set_reachable(&mut self, reachable: bool) {
-        let mode = if reachable { kad::Mode::Server } else { kad::Mode::Client };
-        self.swarm.behaviour_mut().kad.set_mode(Some(mode));
+        self.swarm.behaviour_mut().kad.set_server(reachable);
         if reachable && !self.announces {
             let public: Vec<Multiaddr> = self
                 .swarm
