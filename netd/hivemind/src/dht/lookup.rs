@@ -9,7 +9,7 @@
 //! decide by majority: announcements are stored at those, and they refuse what others say of a peer
 //! that spoke for itself. Anybody can write at nodes that are farther away. What a peer itself has
 //! stored here, or answers now, needs no majority; but once it should have renewed a record that is
-//! stored here and did not, later ones count too ([`Dictionary::decide_by`]).
+//! stored here and did not, later ones count too (`Dictionary::decide_by`).
 //!
 //! Pure: [`Lookup::next_call`] says whom to ask, the owner reports answers and failures. A node is
 //! asked once per key at most; peers that invent ever nearer nodes are stopped by [`MAX_VISITS`].
