@@ -1,10 +1,12 @@
 //! Kademlia as peer routing. Records of others are never stored: nothing of Petals uses them.
 //!
+//! Lookups dial from ports of their own. From the listening port, a dial that is under way to a peer
+//! behind a firewall meets the peer's own dial of us: that makes a TCP connection of which both ends
+//! believe that they dialled, and no peer of go-libp2p can use it.
+//!
 //! A peer that was dialled in vain stays in libp2p's routing table, and a refresh of the table asks it
-//! once for each bucket, up to 255 times in a row. Each attempt leaves from our own port: one that meets
-//! the peer's, who comes back and dials us, opens a TCP connection of which both ends believe that they
-//! dialled, and the peer's own attempt fails with it. So lookups leave such a peer out for a while, as
-//! those of go-libp2p do.
+//! once for each bucket, up to 255 times in a row. Lookups leave such a peer out for a while, as those
+//! of go-libp2p do.
 
 use std::{
     collections::HashMap,
@@ -17,7 +19,7 @@ use libp2p::{
     kad,
     swarm::{
         ConnectionDenied, ConnectionId, DialError, DialFailure, FromSwarm, NetworkBehaviour,
-        THandler, THandlerInEvent, THandlerOutEvent, ToSwarm,
+        THandler, THandlerInEvent, THandlerOutEvent, ToSwarm, dial_opts::DialOpts,
     },
 };
 use tokio::time::Instant;
@@ -172,13 +174,16 @@ impl NetworkBehaviour for PeerRouting {
                 Poll::Ready(ToSwarm::Dial { opts }) => opts,
                 other => return other,
             };
-            let peer = opts.get_peer_id();
-            if !peer.is_some_and(|peer| self.is_unreached(&peer, Instant::now())) {
+            let Some(peer) = opts.get_peer_id() else {
+                return Poll::Ready(ToSwarm::Dial { opts });
+            };
+            if !self.is_unreached(&peer, Instant::now()) {
+                let opts = DialOpts::peer_id(peer).allocate_new_port().build();
                 return Poll::Ready(ToSwarm::Dial { opts });
             }
             // The lookup goes on without it.
             self.kad.on_swarm_event(FromSwarm::DialFailure(DialFailure {
-                peer_id: peer,
+                peer_id: Some(peer),
                 error: &DialError::Aborted,
                 connection_id: opts.connection_id(),
             }));

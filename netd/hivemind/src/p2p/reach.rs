@@ -152,12 +152,13 @@ impl Reach {
     }
 }
 
-/// Dials these addresses of a peer and all others that are known.
+/// Dials these addresses of a peer and all others that are known, from a new port: see `peer_routing`.
 fn dial(swarm: &mut Swarm<NodeBehaviour>, peer: PeerId, addrs: Vec<Multiaddr>) -> Dial {
     let dial = DialOpts::peer_id(peer)
         .addresses(addrs)
         .extend_addresses_through_behaviour()
         .condition(PeerCondition::DisconnectedAndNotDialing)
+        .allocate_new_port()
         .build();
     match swarm.dial(dial) {
         // Somebody else's dial of the peer is under way; its end is told all the same.
