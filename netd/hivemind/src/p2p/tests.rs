@@ -573,3 +573,27 @@ fn lookups_do_not_dial_a_peer_that_left_again_and_again() {
         assert_ne!(dials, 0, "the table was not refreshed");
     });
 }
+
+#[test]
+fn a_call_does_not_dial_from_the_listening_port() {
+    block_on(async {
+        let (caller, _inbound) = start(Vec::new()).await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let port = listener.local_addr().expect("bound").port();
+        let callee = PeerId::random();
+        let addr = format!("/ip4/127.0.0.1/tcp/{port}/p2p/{callee}");
+        caller.add_address(callee, addr.parse().expect("an address")).await;
+        let call = caller.call_unary(callee, UNARY, Bytes::new(), CALL);
+        let accepted = async {
+            let (_socket, from) = listener.accept().await.expect("a dial");
+            from.port()
+        };
+        let from = tokio::select! {
+            from = accepted => from,
+            end = call => panic!("not dialled: {end:?}"),
+        };
+        let own = caller.listen_addrs().await;
+        let is_own = |addr: &Multiaddr| addr.iter().any(|part| part == Protocol::Tcp(from));
+        assert!(!own.iter().any(is_own), "dialled from {from}, of {own:?}");
+    });
+}
