@@ -1,0 +1,97 @@
+//! Settings of workers, and faults that tests have them inflict on themselves.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Settings common to all workers.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct WorkerConfig {
+    /// Compute threads of a CPU worker; 0 = one per core.
+    pub threads: u32,
+    /// CPUs on which workers of the processor may run (`--cpus`); none = all that are of use.
+    pub cpus: Vec<u32>,
+    /// Fault to inject, for tests of recovery.
+    pub fault: Option<FaultPlan>,
+    /// Folder in which measured rates are kept; `None` keeps none.
+    pub rates_dir: Option<PathBuf>,
+    /// Whether to measure although rates are kept.
+    pub measure_anew: bool,
+    /// Whether workers of devices that have memory of their own keep a copy of their KV pages in
+    /// the host's.
+    pub kv_mirror: KvMirror,
+    /// Most memory of its device that a worker takes (`--device_memory`); `None` = what is free.
+    pub device_bytes: Option<u64>,
+}
+
+/// When KV pages of a device are mirrored in host memory, from where the next worker takes them
+/// (`--kv_mirror`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvMirror {
+    /// Always; a start without the memory for it fails.
+    On,
+    /// Never: a worker's death ends the sessions that it had.
+    Off,
+    /// When the host's memory allows.
+    #[default]
+    Auto,
+}
+
+impl std::str::FromStr for KvMirror {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<KvMirror, String> {
+        match name {
+            "on" => Ok(KvMirror::On),
+            "off" => Ok(KvMirror::Off),
+            "auto" => Ok(KvMirror::Auto),
+            _ => Err("expected on, off or auto".to_owned()),
+        }
+    }
+}
+
+/// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the
+/// first `times` generations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultPlan {
+    /// What happens.
+    pub action: FaultAction,
+    /// Where in the job.
+    pub point: FaultPoint,
+    /// At which job of the worker's life, counted from 0.
+    pub job: u64,
+    /// In how many generations of the worker.
+    pub times: u32,
+    /// In which rank of a group; `None` = in all.
+    pub rank: Option<u16>,
+}
+
+/// What an injected fault does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultAction {
+    /// SIGKILL, as from outside.
+    Kill,
+    /// Abort, as from a bug of the worker.
+    Abort,
+    /// Stop making progress.
+    Hang,
+    /// Post the completion of the job twice, as no sound worker does.
+    Repeat,
+}
+
+/// Where in a job a fault strikes: between any two of its effects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultPoint {
+    /// At the start, before the device is opened; of no job.
+    Start,
+    /// Taken from the ring, nothing done.
+    Taken,
+    /// After the page copies.
+    Copies,
+    /// After the block at this position of the job.
+    Block(u32),
+    /// After the output slot was written.
+    Output,
+    /// After the completion was posted.
+    Completion,
+}
