@@ -35,8 +35,9 @@ impl View {
         View { name, swarm, holes: Mutex::new(unknown) }
     }
 
-    /// Blocks that no server serves, as last read.
+    /// Blocks that no server serves, by the records as they are now.
     pub fn holes(&self) -> Holes {
+        self.find_holes();
         self.holes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

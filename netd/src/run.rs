@@ -340,7 +340,7 @@ struct Daemon {
     /// The span that may be left now.
     present: watch::Sender<Option<Span>>,
     /// Spans that would be better.
-    wishes: mpsc::Receiver<Span>,
+    wishes: mpsc::Receiver<rebalance::Wish>,
     progress: mpsc::Sender<Progress>,
     progressed: mpsc::Receiver<Progress>,
     standing: Watched,
@@ -459,7 +459,7 @@ impl Daemon {
                     self.look_at_leaving(outbox).await;
                     self.show_present();
                 }
-                Some(to) = self.wishes.recv() => self.wish(to, outbox).await,
+                Some(wish) = self.wishes.recv() => self.wish(wish, outbox).await,
                 Some(progress) = self.progressed.recv() => {
                     self.progressed(progress, outbox).await;
                     if let Some(fatal) = self.fatal.take() {

@@ -46,8 +46,9 @@ fn state(engine: &Engine) -> Value {
 
 fn of_view(view: &View, engine: &Engine) -> Value {
     let (swarm, model) = (&view.swarm, engine.model(&view.name));
-    let holes = view.holes();
+    // In this order: no server is shown whose blocks are missing.
     let servers = swarm.all_servers();
+    let holes = view.holes();
     let shown: Vec<Value> = servers.iter().take(MAX_SERVERS).map(of_server).collect();
     let route = swarm.route_now().map(|(legs, seconds)| {
         let legs: Vec<Value> = legs

@@ -4,8 +4,8 @@
 //! It takes two minutes to serve other blocks: 100 s until they are downloaded and converted, 20 s until they are on the device. A server
 //! of Petals that moves is offline, chooses within ten seconds, joins, and is online two minutes later. One of Sepal shows where it goes
 //! and serves on until the blocks are converted. If memory holds both spans, it serves on while they are loaded, too; else it takes no new
-//! sessions, and loads when those that are open have ended, after five minutes at most. It calls the move off if that would leave a block
-//! without a server.
+//! sessions, and loads when those that are open have ended, after five minutes at most, or less if the swarm is in need. It calls the move
+//! off if that would leave a block without a server.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use hivemind::view::ServerSpan;
 use hivemind::wire::records::{ServerInfo, ServerState};
-use netd::swarm::placement::steady::Rebalancer;
+use netd::swarm::placement::steady::{Rebalancer, patience};
 use netd::swarm::placement::{Decision, best_start_without, should_choose_other_blocks};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
@@ -111,6 +111,8 @@ pub struct Server {
     /// What it is about to serve.
     target: Range<usize>,
     rebalancer: Rebalancer,
+    /// Longest time that its sessions have when it moves.
+    drain_s: f64,
     rng: StdRng,
     next_pings: Vec<(usize, f64, f64)>,
     /// Counts what ended its sessions: those of an older number are broken.
@@ -129,6 +131,7 @@ impl Server {
             serves: None,
             target: 0..0,
             rebalancer: Rebalancer::new(QUALITY, Duration::ZERO),
+            drain_s: DRAIN_S,
             rng: StdRng::seed_from_u64(seed.rotate_left(32) ^ number as u64),
             next_pings: Vec::new(),
             epoch: 0,
@@ -302,7 +305,7 @@ impl Fleet {
         }
         let server = &mut self.servers[number];
         server.serves = None;
-        server.phase = Phase::Draining { until: now + DRAIN_S };
+        server.phase = Phase::Draining { until: now + server.drain_s };
         self.show(now, number);
         self.record(now, number);
         Vec::new()
@@ -353,7 +356,8 @@ impl Fleet {
         } else {
             should_choose_other_blocks(&id, view, BLOCKS, QUALITY, &mut server.rng)
         };
-        if let Decision::Move(_) = decision {
+        if let Decision::Move(reason) = decision {
+            server.drain_s = DRAIN_S * patience(reason, QUALITY);
             return self.go_elsewhere(now, number);
         }
         let usual = server.rng.random_range(0.0..2.0 * CHECK_S);

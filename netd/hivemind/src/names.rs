@@ -25,7 +25,7 @@ pub const INFERENCE: &str = "TransformerConnectionHandler.rpc_inference";
 /// A step of a session, sent by the server before.
 pub const PUSH: &str = "TransformerConnectionHandler.rpc_push";
 /// Steps of one session, sent by the Sepal server before: one stream for all, without answers.
-pub const PUSH_STREAM: &str = "/sepal/push/1";
+pub const PUSH_STREAM: &str = "/sepal/push/2";
 
 /// The name without its service, as error texts have it: `rpc_inference`.
 #[must_use]

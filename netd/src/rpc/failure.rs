@@ -5,6 +5,7 @@ use std::fmt;
 
 use hivemind::p2p::InboundError;
 use hivemind::wire::metadata::MetadataError;
+use hivemind::wire::packing::PackingError;
 use hivemind::wire::stream_parts::PartError;
 use hivemind::wire::tensor::TensorError;
 use shared::shm::board::Trouble;
@@ -129,7 +130,7 @@ macro_rules! failure {
 }
 
 failure! {
-    bad: MetadataError, TensorError;
+    bad: MetadataError, PackingError, TensorError;
     too_large: TooLarge;
     runtime: JobFailure;
 }

@@ -5,9 +5,9 @@
 //!
 //! ```text
 //!   the session's metadata names the next server
-//!     -> a connection and a standing stream (/sepal/push/1) are opened
+//!     -> a connection and a standing stream (/sepal/push/2) are opened
 //!   a step was computed
-//!     stream open   -> one frame on it: no answer, no bound of unary calls
+//!     stream open   -> one frame on it, packed: no answer, no bound of unary calls
 //!     else          -> rpc_push: name and request in one piece, one one-way delay
 //! ```
 //!
@@ -24,6 +24,7 @@ use hivemind::names;
 use hivemind::p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
 use hivemind::wire::messages::{Compression, ExpertRequest, Tensor};
 use hivemind::wire::metadata::{NextServer, RequestMetadata};
+use hivemind::wire::packing;
 use hivemind::wire::uid;
 use prost::Message;
 use shared::shm::board::Trouble;
@@ -69,7 +70,7 @@ pub struct NextHop {
 /// One output under way.
 #[derive(Debug)]
 struct Push {
-    request: Bytes,
+    request: ExpertRequest,
     /// What it takes of all pushes.
     _room: OwnedSemaphorePermit,
 }
@@ -140,7 +141,12 @@ impl Onward {
         let hop = hop.ok_or_else(|| {
             Failure::bad("the session, or its client, has named too many next servers")
         })?;
-        let others = step.get(1..).unwrap_or_default().iter().cloned();
+        // Copied, or they would keep the memory of the whole request whose room is given back.
+        let owned = |tensor: &Tensor| {
+            let buffer = Bytes::copy_from_slice(&tensor.buffer);
+            Tensor { buffer, ..tensor.clone() }
+        };
+        let others = step.get(1..).unwrap_or_default().iter().map(owned);
         let request = ExpertRequest {
             uid,
             tensors: std::iter::once(output.clone()).chain(others).collect(),
@@ -150,7 +156,7 @@ impl Onward {
         let room =
             pieces.ok().and_then(|pieces| self.room.clone().try_acquire_many_owned(pieces).ok());
         let room = room.ok_or_else(|| Failure::runtime("too many pushes are under way"))?;
-        let push = Push { request: request.encode_to_vec().into(), _room: room };
+        let push = Push { request, _room: room };
         let sent = hop.pushes.try_send(push);
         sent.map_err(|_| {
             Failure::runtime(
@@ -229,12 +235,28 @@ impl Way {
     }
 }
 
+impl Push {
+    fn plain(&self) -> Bytes {
+        self.request.encode_to_vec().into()
+    }
+
+    /// With the output in fewer bytes, if that is possible: for a Sepal server.
+    fn packed(&self) -> Bytes {
+        let Some(output) = self.request.tensors.first().and_then(packing::pack) else {
+            return self.plain();
+        };
+        let mut request = self.request.clone();
+        request.tensors[0] = output;
+        request.encode_to_vec().into()
+    }
+}
+
 /// Whether the standing stream, if there is one, took the push. One that fails is given up.
 async fn send(standing: &mut Option<RpcStream>, push: &Push) -> bool {
     let Some(stream) = standing else {
         return false;
     };
-    let sent = tokio::time::timeout(PUSH_TIMEOUT, stream.send(push.request.clone())).await;
+    let sent = tokio::time::timeout(PUSH_TIMEOUT, stream.send(push.packed())).await;
     if !matches!(sent, Ok(Ok(()))) {
         *standing = None;
     }
@@ -242,12 +264,40 @@ async fn send(standing: &mut Option<RpcStream>, push: &Push) -> bool {
 }
 
 async fn call(p2p: P2p, peer: PeerId, push: Push, troubles: Arc<Troubles>) {
-    if push.request.len() > MAX_UNARY_BYTES - ENVELOPE_BYTES {
-        return debug!(%peer, bytes = push.request.len(), "output exceeds a unary call, not pushed");
+    let request = push.plain();
+    if request.len() > MAX_UNARY_BYTES - ENVELOPE_BYTES {
+        return debug!(%peer, bytes = request.len(), "output exceeds a unary call, not pushed");
     }
-    let request = push.request.clone();
     if let Err(error) = p2p.call_unary(peer, names::PUSH, request, PUSH_TIMEOUT).await {
         troubles.count(Trouble::Push);
         debug!(%peer, %error, "push failed");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hivemind::wire::tensor::{WireDtype, raw_tensor};
+
+    use super::*;
+
+    #[test]
+    fn sepal_servers_get_bfloat16_packed_and_others_get_it_plain() {
+        let states = |dtype: WireDtype| {
+            let bytes = vec![0; 64 * dtype.size_bytes()];
+            raw_tensor(&[1, 1, 64], dtype, bytes.into()).unwrap()
+        };
+        let push = |dtype| {
+            let tensors = vec![states(dtype), states(WireDtype::I64)];
+            let request = ExpertRequest { tensors, ..ExpertRequest::default() };
+            let room = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+            Push { request, _room: room }
+        };
+        let wide = push(WireDtype::F32);
+        assert_eq!(wide.packed(), wide.plain());
+        let push = push(WireDtype::Bf16);
+        assert_eq!(ExpertRequest::decode(push.plain()).unwrap(), push.request);
+        let mut packed = ExpertRequest::decode(push.packed()).unwrap();
+        packed.tensors[0] = packing::unpack(&packed.tensors[0]).unwrap();
+        assert_eq!(packed, push.request);
     }
 }

@@ -12,9 +12,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use hivemind::names;
-use hivemind::p2p::{InboundError, InboundStream, PeerId, Purpose, Received};
+use hivemind::p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
 use hivemind::wire::keys;
+use hivemind::wire::messages::ExpertRequest;
 use hivemind::wire::metadata::RequestMetadata;
+use hivemind::wire::packing;
 use shared::shm::board::Trouble;
 use tokio::sync::watch;
 use tracing::debug;
@@ -30,12 +32,10 @@ use super::{Failure, Service};
 /// blocks.
 pub async fn answer(service: &Service, peer: PeerId, request: Bytes) -> Result<Bytes, Failure> {
     // A step that there is no room for is dropped: the client sends its own copy.
-    let Some(held) = service.onward.p2p().keep_push(peer, request.len()) else {
-        service.troubles.count(Trouble::Push);
-        debug!(%peer, bytes = request.len(), "no room for a pushed step");
-        return Ok(Bytes::new());
-    };
-    take(service, peer, Received { bytes: request, held: Some(held) })
+    if let Some(held) = keep(service, peer, request.len()) {
+        take(service, peer, decode(request)?, Some(held))?;
+    }
+    Ok(Bytes::new())
 }
 
 /// Takes the pushed steps of one stream until it ends; nothing is answered. A step for
@@ -59,8 +59,8 @@ pub async fn serve(
             _ = draining.wait_for(|draining| *draining) => return,
         };
         let failure = match frame {
-            Ok(Some(received)) => match take(&service, peer, received) {
-                Ok(_) => continue,
+            Ok(Some(received)) => match take_frame(&service, peer, received) {
+                Ok(()) => continue,
                 Err(failure) => failure,
             },
             Ok(None) => return writer.finish(reader).await,
@@ -72,9 +72,48 @@ pub async fn serve(
     }
 }
 
-fn take(service: &Service, peer: PeerId, received: Received) -> Result<Bytes, Failure> {
-    let Received { bytes, held } = received;
-    let request = decode(bytes)?;
+/// What counts for a pushed step; `None`, and counted, if there is no room for it.
+fn keep(service: &Service, peer: PeerId, bytes: usize) -> Option<Reservation> {
+    let held = service.onward.p2p().keep_push(peer, bytes);
+    if held.is_none() {
+        service.troubles.count(Trouble::Push);
+        debug!(%peer, bytes, "no room for a pushed step");
+    }
+    held
+}
+
+/// Takes a step of a standing stream, whose tensors may be [packed](packing).
+fn take_frame(service: &Service, peer: PeerId, received: Received) -> Result<(), Failure> {
+    let Received { bytes, mut held } = received;
+    let mut kept = bytes.len();
+    let mut request = decode(bytes)?;
+    let mut is_packed = false;
+    for tensor in &request.tensors {
+        let bytes = packing::unpacked_bytes(tensor)?;
+        is_packed |= bytes.is_some();
+        kept += bytes.unwrap_or(0);
+    }
+    if is_packed {
+        drop(held.take());
+        held = keep(service, peer, kept);
+        if held.is_none() {
+            return Ok(());
+        }
+        for tensor in &mut request.tensors {
+            if packing::unpacked_bytes(tensor)?.is_some() {
+                *tensor = packing::unpack(tensor)?;
+            }
+        }
+    }
+    take(service, peer, request, held)
+}
+
+fn take(
+    service: &Service,
+    peer: PeerId,
+    request: ExpertRequest,
+    held: Option<Reservation>,
+) -> Result<(), Failure> {
     let before = service.before(&request.uid);
     let blocks = before.as_deref().unwrap_or(service).blocks(&request.uid)?;
     if request.metadata.is_empty() {
@@ -94,6 +133,6 @@ fn take(service: &Service, peer: PeerId, received: Received) -> Result<Bytes, Fa
     }
     match outcome {
         Pushed::OtherBlocks => Err(Failure::bad("the session runs other blocks")),
-        _ => Ok(Bytes::new()),
+        _ => Ok(()),
     }
 }

@@ -29,7 +29,7 @@ use super::Daemon;
 use crate::control::Outbox;
 use crate::offer::{Announced, Offer};
 use crate::rpc::Service;
-use crate::swarm::rebalance::{opens_hole, without};
+use crate::swarm::rebalance::{Wish, opens_hole, without};
 use crate::workers::Workers;
 
 /// Pause after the first move that failed; doubles with each in a row.
@@ -40,7 +40,7 @@ const MAX_HOLD_OFF: Duration = Duration::from_secs(3600);
 /// nothing against the move.
 const LOOK_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long sessions may hold up a move that has to leave the old blocks first.
+/// How long sessions may hold up a move that has to leave the old blocks first, where the swarm is not in need.
 const IN_PLACE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// What the background work of a move reports.
@@ -67,6 +67,8 @@ pub(super) struct Coming {
     looking: bool,
     /// Whether its workers can only start when the present ones are gone.
     in_place: bool,
+    /// Share of the usual time that sessions have then.
+    patience: f64,
 }
 
 /// Blocks that were left while sessions on them were open.
@@ -119,7 +121,7 @@ impl Daemon {
     }
 
     /// The swarm needs this server at `to`.
-    pub(super) async fn wish(&mut self, to: Span, outbox: &Outbox) {
+    pub(super) async fn wish(&mut self, Wish { to, patience }: Wish, outbox: &Outbox) {
         if self.present.borrow().is_none() || to == self.offer.span {
             return;
         }
@@ -132,6 +134,7 @@ impl Daemon {
             joining,
             looking: false,
             in_place: false,
+            patience,
         });
         self.show_present();
         outbox.send(FromNetd::Move(to)).await;
@@ -262,8 +265,9 @@ impl Daemon {
         self.ups.clear();
         self.start_anew(&from);
         self.came_from = Some(from);
-        let takes_until = Instant::now() + self.init.config.update_period;
-        let patience = IN_PLACE_PATIENCE.min(self.init.config.session_timeout);
+        let of = |usual: Duration| usual.mul_f64(coming.patience);
+        let takes_until = Instant::now() + of(self.init.config.update_period);
+        let patience = of(IN_PLACE_PATIENCE.min(self.init.config.session_timeout));
         self.leaving = Some(Leaving {
             service: before,
             workers,

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::placement::steady::Rebalancer;
+use super::placement::steady::{self, Rebalancer};
 use super::placement::{Decision, StayReason, best_start_without};
 
 /// Servers that are looked at; more are a flood of records.
@@ -52,13 +52,22 @@ impl Settings {
     }
 }
 
+/// Blocks that the swarm needs more than those of this server.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wish {
+    /// Where to move.
+    pub to: Span,
+    /// Share of the usual time that sessions have to end, if the present blocks must be left first.
+    pub patience: f64,
+}
+
 /// Looks for ever. `present` is the span that is served and may be left, `None` while there is no
 /// such thing; spans that would be better go to `wishes`.
 pub async fn watch(
     dht: Dht,
     settings: Settings,
     mut present: watch::Receiver<Option<Span>>,
-    wishes: mpsc::Sender<Span>,
+    wishes: mpsc::Sender<Wish>,
 ) {
     let mut watcher = Watcher::new(dht, settings);
     loop {
@@ -87,7 +96,8 @@ pub async fn watch(
             continue;
         };
         info!(?reason, from = %span, %to, servers, "the swarm needs other blocks more");
-        if wishes.send(to).await.is_err() {
+        let patience = steady::patience(reason, watcher.settings.quality);
+        if wishes.send(Wish { to, patience }).await.is_err() {
             return;
         }
     }

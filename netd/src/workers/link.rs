@@ -53,7 +53,9 @@ pub enum JobFailure {
     #[error("this request ran alone and crashed the worker twice; it is not retried")]
     Crashes,
     /// The worker is gone and will not be replaced.
-    #[error("the worker for these blocks failed and will not be restarted")]
+    #[error(
+        "the worker for these blocks failed and will not be restarted; open a new session or ask another server"
+    )]
     WorkerGone,
     /// The worker died, and with it the KV cache that was not mirrored.
     #[error(

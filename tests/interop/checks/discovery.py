@@ -78,6 +78,14 @@ def _(env):
     return "; ".join(f"{str(p)[-6:]} {dict(i)}" for p, i in infos.items())
 
 
+@check("rpc_info.many_in_a_row")
+def _(env):
+    calls = 300
+    for _ in range(calls):
+        ask_info(env, "")
+    return f"{calls} calls of each server, none lost"
+
+
 @check("rpc_info.cache_accounting")
 def _(env):
     before = {p: i["cache_tokens_available"] for p, i in ask_info(env).items()}

@@ -3,7 +3,7 @@
 use crate::bounds::{Bound, bytes, count, time};
 
 use super::{
-    circuits::{DEFAULT_RELAY_BYTES_PER_S, RELAY_PART_OF_NETWORK},
+    circuits::{DEFAULT_RELAY_BYTES_PER_S, RELAY_PART_OF_NETWORK, SAVED},
     config::ProtocolSpec,
     dials::{MAX_PORTS_PER_NET, MAX_PORTS_PER_PEER, MAX_TARGETS, MEMORY as DIAL_MEMORY},
     frame::DEFAULT_MAX_FRAME_BYTES,
@@ -244,8 +244,9 @@ fn relay() -> Vec<Bound> {
         Bound::new(
             "bytes of circuits per second",
             format!(
-                "`--relay_mbps`, or 1/{RELAY_PART_OF_NETWORK} of the announced network speed, {} until it is known; the same for each peer that wants more",
+                "`--relay_mbps`, or 1/{RELAY_PART_OF_NETWORK} of the announced network speed, {} until it is known, and what was left in the last {}; the same for each peer that wants more",
                 bytes(usize::try_from(DEFAULT_RELAY_BYTES_PER_S).unwrap_or(usize::MAX)),
+                time(SAVED),
             ),
             "they wait",
         ),

@@ -1,6 +1,6 @@
-//! How fast this node relays for others: all circuits together. Peers that want more than there is get
-//! the same, however many circuits each has; what some leave is for the others. A circuit is a stream
-//! that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
+//! How fast this node relays for others on average: all circuits together. Peers that want more than
+//! there is get the same, however many circuits each has; what some leave is for the others. A circuit
+//! is a stream that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
 //!
 //! ```text
 //!   peer ── hop stream ── Pace ── relay (libp2p copies) ── stop stream ── destination
@@ -17,6 +17,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
+    time::Duration,
 };
 
 use libp2p::PeerId;
@@ -27,6 +28,10 @@ use super::upload::{Allowance, Share, UploadLimit};
 pub(super) const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
 /// Circuits get so large a part of the network's speed: a quarter.
 pub const RELAY_PART_OF_NETWORK: u64 = 4;
+
+/// How much unused time circuits make up for. Hidden states come in bursts, a few MB each time that a
+/// client's turn comes to a server; they pass as fast as the network, and on average no more than the rate.
+pub(super) const SAVED: Duration = Duration::from_secs(10);
 
 /// The protocol of a circuit, from the peer that asks for it.
 const HOP: &[u8] = b"/libp2p/circuit/relay/0.2.0/hop\n";
@@ -81,7 +86,8 @@ impl CircuitRates {
     fn of(&self, peer: PeerId) -> (UploadLimit, Arc<Share>) {
         let bytes_per_s = self.bytes_per_s.load(Ordering::Relaxed);
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let limit = users.limit.get_or_insert_with(|| UploadLimit::new(bytes_per_s)).clone();
+        let limit =
+            users.limit.get_or_insert_with(|| UploadLimit::saving(bytes_per_s, SAVED)).clone();
         users.shares.retain(|_, share| share.strong_count() > 0);
         let known = users.shares.get(&peer).and_then(Weak::upgrade);
         let share = known.unwrap_or_default();

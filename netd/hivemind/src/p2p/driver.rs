@@ -404,6 +404,11 @@ impl Driver {
             NodeBehaviourEvent::RelayService(relay::Event::CircuitReqAccepted { .. }) => {
                 self.traffic.circuits.fetch_add(1, Ordering::Relaxed);
             }
+            NodeBehaviourEvent::Ping(ping::Event { peer, connection, result: Ok(round_trip) })
+                if self.connections.dialed_directly(connection).is_some() =>
+            {
+                self.relays.pinged(&peer, round_trip);
+            }
             // The first failure in a row is not even told.
             NodeBehaviourEvent::Ping(ping::Event { peer, connection, result: Err(failure) })
                 if !matches!(failure, ping::Failure::Unsupported) =>

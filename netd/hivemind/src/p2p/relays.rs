@@ -11,6 +11,7 @@
 //! go-libp2p `autorelay`.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use libp2p::{Multiaddr, PeerId, core::transport::ListenerId};
 use tokio::time::Instant;
@@ -30,6 +31,8 @@ pub(super) struct Relays {
 struct Candidate {
     /// Where it was reached, without `/p2p/ID`.
     addr: Multiaddr,
+    /// The shortest that was measured.
+    round_trip: Option<Duration>,
     failures: u32,
     not_before: Option<Instant>,
 }
@@ -61,8 +64,16 @@ impl Relays {
                 _ => return,
             }
         }
-        let candidate = Candidate { addr, failures: 0, not_before: None };
+        let candidate = Candidate { addr, round_trip: None, failures: 0, not_before: None };
         self.candidates.insert(peer, candidate);
+    }
+
+    /// A ping of a peer that may offer to relay took so long, there and back.
+    pub(super) fn pinged(&mut self, peer: &PeerId, round_trip: Duration) {
+        if let Some(candidate) = self.candidates.get_mut(peer) {
+            let known = candidate.round_trip.unwrap_or(round_trip);
+            candidate.round_trip = Some(known.min(round_trip));
+        }
     }
 
     /// A peer offers no longer to relay.
@@ -71,7 +82,8 @@ impl Relays {
     }
 
     /// The next relay to reserve at, if one is missing and can be asked now: those that failed
-    /// least, then those that the whole world can dial.
+    /// least, then those that the whole world can dial, then the nearest: whatever a client sends
+    /// goes that way in addition.
     pub(super) fn next(&self, now: Instant) -> Option<(PeerId, Multiaddr)> {
         if !self.wanted || self.reservations.len() >= WANTED_RELAYS {
             return None;
@@ -80,7 +92,10 @@ impl Relays {
         let free = self.candidates.iter().filter(|(peer, candidate)| {
             !used(peer) && candidate.not_before.is_none_or(|at| at <= now)
         });
-        let best = free.min_by_key(|(peer, c)| (c.failures, !is_public(&c.addr), **peer))?;
+        let best = free.min_by_key(|(peer, c)| {
+            let round_trip = c.round_trip.unwrap_or(Duration::MAX);
+            (c.failures, !is_public(&c.addr), round_trip, **peer)
+        })?;
         Some((*best.0, best.1.addr.clone()))
     }
 
@@ -176,6 +191,28 @@ mod tests {
         relays.closed(listener, now);
         assert_eq!(relays.next(now), None, "not wanted any more");
         assert!(relays.uses(&relays.reservations.values().next().expect("the other").relay));
+    }
+
+    #[test]
+    fn the_nearest_relay_comes_first_by_its_shortest_round_trip() {
+        let now = Instant::now();
+        let [near, far, unknown] = std::array::from_fn(|_| PeerId::random());
+        let mut relays = wanting();
+        relays.pinged(&near, Duration::from_millis(1));
+        for peer in [unknown, far, near] {
+            relays.offer(peer, addr("/ip4/5.6.7.8/tcp/1"));
+        }
+        for (peer, times) in [(far, [100, 90]), (near, [10, 500])] {
+            for ms in times {
+                relays.pinged(&peer, Duration::from_millis(ms));
+            }
+        }
+        let mut order = Vec::new();
+        while let Some((relay, _)) = relays.next(now) {
+            order.push(relay);
+            relays.withdraw(&relay);
+        }
+        assert_eq!(order, [near, far, unknown]);
     }
 
     #[test]

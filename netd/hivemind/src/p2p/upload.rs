@@ -18,7 +18,7 @@ use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
@@ -47,9 +47,15 @@ struct Waiters {
 }
 
 impl UploadLimit {
-    /// A limit of so many bytes per second. To be called within a tokio runtime.
+    /// A limit of so many bytes per second at any time. To be called within a tokio runtime.
     pub(super) fn new(bytes_per_s: u64) -> UploadLimit {
-        let pacer = Pacer::new(bytes_per_s, Instant::now());
+        UploadLimit::saving(bytes_per_s, pacer::SLICE)
+    }
+
+    /// A limit of so many bytes per second on average: what was not used in so long a time may go out at
+    /// once. To be called within a tokio runtime.
+    pub(super) fn saving(bytes_per_s: u64, saved: Duration) -> UploadLimit {
+        let pacer = Pacer::new(bytes_per_s, saved, Instant::now());
         let state = Waiters { pacer, wakers: HashMap::new(), served: HashMap::new() };
         let changed = Arc::new(Notify::new());
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: changed.clone() });

@@ -12,6 +12,7 @@ use super::golden;
 use super::messages::*;
 use super::metadata::RequestMetadata;
 use super::msgpack::{Limits, Value};
+use super::packing;
 use super::records::{ModelInfo, ServerInfo};
 use super::resumption::Resumable;
 use super::rpc_info::RpcInfo;
@@ -78,6 +79,28 @@ fn fuzz_wire_tensors() {
     // Half a million bytes of f32 for one element count, and the copy of the message.
     target.fuzz(move |input| {
         decoded::<Tensor>(input).map_or("no message".into(), |t| read_tensor(&t))
+    });
+}
+
+#[test]
+fn fuzz_packed_tensors() {
+    let plain = (0..64u16).flat_map(|n| (0x3f00 + 7 * n).to_le_bytes()).collect();
+    let compression = Compression::None as i32;
+    let (dtype, size) = ("bfloat16".to_owned(), vec![1, 64]);
+    let plain = Tensor { buffer: plain, size, dtype, compression, ..Tensor::default() };
+    let packed = packing::pack(&plain).expect("smaller");
+    Target::new("packed tensors", [packed.encode_to_vec()]).fuzz(move |input| {
+        let Some(tensor) = decoded::<Tensor>(input) else { return "no message".into() };
+        let plain = packing::unpack(&tensor);
+        if let Ok(plain) = &plain {
+            assert_eq!(packing::unpacked_bytes(&tensor), Ok(Some(plain.buffer.len())));
+            assert!(plain.buffer.len() <= tensor.buffer.len() * 3 / 2);
+            assert!(
+                packing::pack(plain)
+                    .is_none_or(|again| packing::unpack(&again).as_ref() == Ok(plain))
+            );
+        }
+        outcome(&plain)
     });
 }
 

@@ -11,6 +11,7 @@ pub mod keys;
 pub mod messages;
 pub mod metadata;
 pub mod msgpack;
+pub mod packing;
 pub mod records;
 pub mod resumption;
 pub mod rpc_info;

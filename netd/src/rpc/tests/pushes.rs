@@ -9,7 +9,8 @@ use hivemind::wire::compression::encode;
 use hivemind::wire::keys;
 use hivemind::wire::messages::*;
 use hivemind::wire::msgpack::Value;
-use hivemind::wire::tensor::WireDtype;
+use hivemind::wire::packing::pack;
+use hivemind::wire::tensor::{WireDtype, raw_tensor};
 use prost::Message;
 use shared::shm::board::Trouble;
 
@@ -79,6 +80,36 @@ async fn a_copy_in_another_encoding_is_the_same_step() {
     assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
     session.send(&message).await;
     assert_eq!(firsts(&session.step(hidden(1, &[1.0]), None, None).await.unwrap()), [8.0]);
+    assert_eq!(counts(&rig), [1, 0, 0]);
+    session.close().await;
+}
+
+/// Packed states whose element 0 is given for every token.
+fn packed(firsts: &[f32]) -> Tensor {
+    let plain = hidden(1, firsts);
+    // The upper half of a float32.
+    let bytes = plain.buffer.as_chunks::<4>().0.iter().flat_map(|bytes| [bytes[2], bytes[3]]);
+    let shape = [1, firsts.len(), HIDDEN];
+    let plain = raw_tensor(&shape, WireDtype::Bf16, bytes.collect::<Vec<u8>>().into()).unwrap();
+    pack(&plain).expect("mostly zeros")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn packed_states_are_those_of_the_copy_and_come_over_standing_streams_alone() {
+    let rig = Rig::new().await;
+    let mut session = rig.session().await;
+    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (stranger, mut stream) = standing(&rig).await;
+    let message = session.message(hidden(1, &[2.0]), None, None, None);
+    push(&mut stream, &holding(&message, packed(&[2.0]))).await;
+    assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
+    session.send(&message).await;
+    until(|| counts(&rig) == [1, 0, 0]).await;
+
+    let message = session.message(hidden(1, &[1.0]), None, None, None);
+    let pushed = holding(&message, packed(&[1.0])).encode_to_vec();
+    stranger.call_unary(rig.server, names::PUSH, pushed.into(), DEADLINE).await.unwrap();
+    assert_eq!(firsts(&session.ask(&message).await.unwrap()), [8.0], "that of the copy");
     assert_eq!(counts(&rig), [1, 0, 0]);
     session.close().await;
 }
@@ -227,8 +258,12 @@ async fn garbage_ends_the_standing_stream_and_not_the_session() {
     let (_stranger, mut stream) = standing(&rig).await;
     stream.send(vec![0xff; 100].into()).await.unwrap();
     assert!(stream.recv().await.is_err());
-    let (_stranger, mut stream) = standing(&rig).await;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
+    let (_stranger, mut stream) = standing(&rig).await;
+    let lying = Tensor { size: vec![1, 1000, 64], ..packed(&[2.0]) };
+    push(&mut stream, &holding(&message, lying)).await;
+    assert!(stream.recv().await.unwrap_err().to_string().contains("[1, 1000, 64]"));
+    let (_stranger, mut stream) = standing(&rig).await;
     push(&mut stream, &ExpertRequest { uid: uids(1..2), ..message.clone() }).await;
     assert!(stream.recv().await.unwrap_err().to_string().contains("other blocks"));
     assert_eq!(firsts(&session.ask(&message).await.unwrap()), [7.0]);

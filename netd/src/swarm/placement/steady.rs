@@ -113,6 +113,17 @@ impl Rebalancer {
     }
 }
 
+/// Share of the usual time that a server's sessions have before it leaves its blocks: all of it where the swarm has what is asked for,
+/// none where a block has no server, since no session gets through then.
+#[must_use]
+pub fn patience(reason: MoveReason, quality: f64) -> f64 {
+    match reason {
+        MoveReason::Forced => 1.0,
+        MoveReason::Quality(share) if share > 0.0 && quality > 0.0 => (share / quality).min(1.0),
+        MoveReason::Quality(_) => 0.0,
+    }
+}
+
 /// How many servers should move before `me`: those whose one move would give the blocks that have too little more of what they lack.
 /// Of equal ones, a random number.
 fn servers_to_wait_for(
@@ -211,6 +222,14 @@ mod tests {
             let moved = time_of_move(&mut rebalancer, SECOND, &hole, &mut rng);
             assert!(moved.is_some_and(|at| at <= WAIT_PER_SERVER * 2 + SECOND), "{moved:?}");
         }
+    }
+
+    #[test]
+    fn the_worse_the_swarm_the_shorter_its_patience() {
+        let of = |share| patience(MoveReason::Quality(share), 0.75);
+        assert_eq!([of(0.0), of(0.375), of(0.75), of(2.0)], [0.0, 0.5, 1.0, 1.0]);
+        assert_eq!([of(f64::NAN), of(f64::NEG_INFINITY)], [0.0, 0.0]);
+        assert_eq!(patience(MoveReason::Forced, 2.0), 1.0);
     }
 
     #[test]

@@ -146,17 +146,20 @@ impl Stream {
     }
 
     /// Appends the next frame with data, or with the end; false if there is none.
+    ///
+    /// The end never comes with data: go-yamux (`Stream.readData`) lets its reader see the end of a frame before its data, and p2pd
+    /// then takes the answer for missing.
     pub(super) fn next_data(&mut self, id: u32, out: &mut Vec<u8>) -> bool {
         if !self.has_more() {
             return false;
         }
-        let data = self.frames.pop_front().unwrap_or_default();
-        self.queued -= data.len();
         let mut flags = std::mem::take(&mut self.introduction);
-        if self.frames.is_empty() && self.is_finishing {
+        let data = self.frames.pop_front().unwrap_or_else(|| {
             self.is_finished = true;
             flags |= FIN;
-        }
+            Vec::new()
+        });
+        self.queued -= data.len();
         out.extend_from_slice(&Header::of(Kind::Data, flags, id, data.len() as u32).encode());
         out.extend_from_slice(&data);
         if self.queued <= MAX_QUEUED_BYTES / 2 && self.credit > 0 {

@@ -8,7 +8,7 @@ use libp2p::core::muxing::StreamMuxerExt;
 use tokio_util::compat::TokioAsyncReadCompatExt;
 
 use super::{
-    header::{Header, Kind, SYN},
+    header::{FIN, Header, Kind, SYN},
     *,
 };
 use crate::p2p::tests::block_on;
@@ -347,6 +347,25 @@ fn a_peer_that_waits_for_credit_of_a_stream_that_is_gone_is_told() {
     assert!(header.has(super::header::RST) && header.stream == 3, "{header:?}");
 }
 
+#[test]
+fn the_end_of_a_stream_never_comes_with_data() {
+    let mut streams = Streams::new(false, Growth::new(None), Instant::now());
+    streams.begin(Header::of(Kind::Data, SYN, 1, 0)).expect("a stream");
+    let cx = Context::from_waker(Waker::noop());
+    assert!(matches!(streams.poll_write(1, &cx, b"answer"), Poll::Ready(Ok(6))));
+    streams.finish(1);
+    let mut frames = Vec::new();
+    let mut out = Vec::new();
+    while streams.next_frame(&mut out) {
+        let (header, data) = out.split_first_chunk().expect("a header");
+        let header = Header::decode(*header).expect("a frame");
+        frames.extend((header.stream == 1).then(|| (header.has(FIN), data.to_vec())));
+        out.clear();
+    }
+    assert_eq!(frames, [(false, b"answer".to_vec()), (true, Vec::new())]);
+    assert!(matches!(streams.poll_write(1, &cx, b"x"), Poll::Ready(Err(_))));
+}
+
 /// A socket with all that the peer will ever send, which takes all that we send.
 struct Recorded<'a>(&'a [u8]);
 
@@ -403,7 +422,7 @@ pub(in crate::p2p) fn frames() -> Vec<Vec<u8>> {
     };
     let open = frame(Kind::Window, SYN, 1, 0, b"");
     let data = frame(Kind::Data, 0, 1, 5, b"hello");
-    let (fin, reset) = (super::header::FIN, super::header::RST);
+    let (fin, reset) = (FIN, super::header::RST);
     let ended = frame(Kind::Data, fin, 1, 0, b"");
     let again = frame(Kind::Data, SYN, 3, 3, b"abc");
     let gone = frame(Kind::Window, reset, 3, 0, b"");

@@ -1,7 +1,8 @@
 //! Who may send how much, and when: a token bucket over all connections with fair queueing. Pure;
 //! the time is passed in.
 //!
-//! Tokens are bytes. While there are some, whoever asks is served at once, up to [`CHUNK`] bytes.
+//! Tokens are bytes; those of a time that the limit names are saved up. While there are some, whoever
+//! asks is served at once, up to [`CHUNK`] bytes.
 //! Otherwise requests wait in the order of their finish tags. The start tag of a request is the finish
 //! tag of the connection's request before it, or the virtual time if that is more; its finish tag is
 //! the start tag plus its bytes. The virtual time is the least start tag of the requests that wait.
@@ -29,8 +30,8 @@ const LEAST_CHUNK: usize = 1 << 10;
 /// Requests of at most so many bytes do not wait: frame headers (12 bytes) and pings.
 const HEADER: usize = 64;
 
-/// How long a chunk of a slow network may take, and how much unused time is made up for.
-const SLICE: Duration = Duration::from_millis(20);
+/// How long a chunk of a slow network may take, and the least unused time that is made up for.
+pub const SLICE: Duration = Duration::from_millis(20);
 
 /// Names a request that waits.
 pub type Ticket = u64;
@@ -63,6 +64,8 @@ struct Waiting {
 #[derive(Debug)]
 pub struct Pacer {
     bytes_per_s: f64,
+    /// How much unused time is made up for.
+    saved: Duration,
     /// Bytes that may be sent; below 0 while a chunk that was given is paid off.
     tokens: f64,
     /// When `tokens` was right.
@@ -77,11 +80,18 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// A full bucket of so many bytes per second, at least one.
-    pub fn new(bytes_per_s: u64, at: Instant) -> Pacer {
-        let bytes_per_s = bytes_per_s.max(1) as f64;
-        let (queue, starts) = (BTreeMap::new(), BTreeSet::new());
-        let mut pacer = Pacer { bytes_per_s, tokens: 0.0, at, now: 0, tickets: 0, queue, starts };
+    /// A full bucket of so many bytes per second, at least one, that holds those of the time `saved`.
+    pub fn new(bytes_per_s: u64, saved: Duration, at: Instant) -> Pacer {
+        let mut pacer = Pacer {
+            bytes_per_s: bytes_per_s.max(1) as f64,
+            saved: saved.max(SLICE),
+            tokens: 0.0,
+            at,
+            now: 0,
+            tickets: 0,
+            queue: BTreeMap::new(),
+            starts: BTreeSet::new(),
+        };
         pacer.tokens = pacer.most();
         pacer
     }
@@ -95,13 +105,13 @@ impl Pacer {
 
     /// Bytes that the bucket holds.
     fn most(&self) -> f64 {
-        (self.bytes_per_s * SLICE.as_secs_f64()).max(LEAST_CHUNK as f64)
+        (self.bytes_per_s * self.saved.as_secs_f64()).max(LEAST_CHUNK as f64)
     }
 
     /// Bytes that are given at once.
     fn chunk(&self) -> usize {
         // Within the bounds of a chunk, so nothing is cut.
-        (self.most() as usize).clamp(LEAST_CHUNK, CHUNK)
+        ((self.bytes_per_s * SLICE.as_secs_f64()) as usize).clamp(LEAST_CHUNK, CHUNK)
     }
 
     fn fill(&mut self, now: Instant) {
@@ -198,7 +208,7 @@ mod tests {
         time: Duration,
     ) -> Run {
         let start = Instant::now();
-        let mut pacer = Pacer::new(bytes_per_s, start);
+        let mut pacer = Pacer::new(bytes_per_s, SLICE, start);
         let shares = shares(wants.len());
         let mut waiting: HashMap<Ticket, usize> = HashMap::new();
         let mut run = Run { sent: vec![0; wants.len()], done: vec![None; wants.len()] };
@@ -287,7 +297,7 @@ mod tests {
     /// `busy` connections. These begin at the same tag, or at tags that are spread over a chunk.
     fn bytes_before_a_newcomer(busy: usize, grants: usize, is_spread: bool) -> usize {
         let mut now = Instant::now();
-        let mut pacer = Pacer::new(MB_PER_S, now);
+        let mut pacer = Pacer::new(MB_PER_S, SLICE, now);
         let shares = shares(busy);
         let mut waiting: HashMap<Ticket, usize> = HashMap::new();
         let first = |n: usize| if is_spread { (n + 1) * CHUNK / busy } else { CHUNK };
@@ -334,7 +344,7 @@ mod tests {
     #[test]
     fn headers_do_not_wait_while_the_debt_is_small() {
         let start = Instant::now();
-        let mut pacer = Pacer::new(MB_PER_S, start);
+        let mut pacer = Pacer::new(MB_PER_S, SLICE, start);
         let share = Share::default();
         let headers =
             (0..10_000).take_while(|_| matches!(pacer.ask(&share, 12, start), Grant::Now(12)));
@@ -353,9 +363,38 @@ mod tests {
     }
 
     #[test]
+    fn unused_time_is_made_up_for_in_chunks_of_the_same_size_and_no_longer_than_said() {
+        let (start, saved) = (Instant::now(), Duration::from_secs(3));
+        let mut pacer = Pacer::new(MB_PER_S, saved, start);
+        let share = Share::default();
+        let at_once = |pacer: &mut Pacer, now| {
+            let granted = std::iter::from_fn(|| match pacer.ask(&share, usize::MAX, now) {
+                Grant::Now(bytes) => Some(bytes),
+                Grant::Wait(ticket) => {
+                    pacer.forget(ticket);
+                    None
+                }
+            });
+            let granted: Vec<usize> = granted.collect();
+            assert!(granted.iter().all(|bytes| *bytes <= CHUNK));
+            granted.into_iter().sum::<usize>()
+        };
+        let about = |bytes: usize, wanted: usize| bytes.abs_diff(wanted) <= 2 * CHUNK;
+        let bytes = at_once(&mut pacer, start);
+        assert!(about(bytes, 3_000_000), "{bytes} of a full bucket");
+        let bytes = at_once(&mut pacer, start + Duration::from_secs(1));
+        assert!(about(bytes, 1_000_000), "{bytes} after a second");
+        let bytes = at_once(&mut pacer, start + Duration::from_secs(60));
+        assert!(about(bytes, 3_000_000), "{bytes} after a minute");
+        pacer.set_rate(MB_PER_S / 10, start + Duration::from_secs(120));
+        let bytes = at_once(&mut pacer, start + Duration::from_secs(120));
+        assert!(about(bytes, 300_000), "{bytes} at a tenth of the rate");
+    }
+
+    #[test]
     fn what_was_not_sent_is_given_back_and_who_is_gone_waits_no_more() {
         let start = Instant::now();
-        let mut pacer = Pacer::new(MB_PER_S, start);
+        let mut pacer = Pacer::new(MB_PER_S, SLICE, start);
         let (one, two) = (Share::default(), Share::default());
         assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
         assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
