@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | [`check`] | what a finding is, and waiting for facts |
 //! | `system` | kernel, limits, shared memory, memory |
+//! | `tcp` | settings of TCP |
 //! | `ports` | whether a server can listen |
 //! | `network` | swarm, reachability, router, clock, Hub (observed by netd's crate) |
 //! | `storage`, `model_source` | cache folder and disk; the model |
@@ -24,6 +25,7 @@ mod ports;
 mod secrets;
 mod storage;
 mod system;
+mod tcp;
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -117,6 +119,7 @@ fn examine(options: &DoctorOptions, observers: Observers) -> (Vec<Finding>, Vec<
         Finding::new("limits", system::judge_limits(&system::limits(config.file_limit))),
         Finding::new("shared memory", system::judge_shm(&system::shm(Path::new("/dev/shm")))),
         Finding::new("memory", system::judge_memory(system::memory())),
+        Finding::new("tcp", tcp::judge(&tcp::observe(Path::new("/proc/sys/net/ipv4")))),
     ];
     let running = instances.wait();
     let of_instances = |running: Result<Vec<LiveServer>, String>| InstanceFacts {

@@ -40,7 +40,7 @@ pub struct DhtArgs {
     #[arg(long)]
     no_relay: bool,
     /// Maximum of what this node relays for peers that others cannot dial, all of them together, in
-    /// megabits per second
+    /// megabits per second on average; what was not used in the last ten seconds may go at once
     #[arg(long, value_name = "MBPS", default_value_t = 100.0)]
     relay_mbps: f64,
     /// Use relays when peers cannot dial this node

@@ -12,11 +12,9 @@ use shared::config::{
 use shared::sandbox::SandboxMode;
 
 use super::Env;
-use super::local::{FetchArgs, LocalArgs};
+use super::local::{FetchArgs, LocalArgs, OneModelArgs};
 use super::log::{DEFAULT_LOG, LogArgs, QUIET_LOG};
-use super::values::{
-    check_maddrs, is_maddr, metrics_addr, model_or_last, pause, seconds, size_bytes,
-};
+use super::values::{check_maddrs, is_maddr, metrics_addr, pause, seconds, size_bytes};
 
 const PROTECTION: &str = "Protection";
 
@@ -221,19 +219,8 @@ pub struct ChatArgs {
     /// Model folder in Hugging Face layout, with tokenizer.json, embeddings, head and chat template, or a model of
     /// the Hub, of which just these are downloaded; required
     model: Option<String>,
-    /// Peers of the swarm
-    #[arg(long, num_args = 1.., required = true, value_name = "MULTIADDR")]
-    initial_peers: Vec<String>,
-    /// Prefix under which the servers announce the model
-    #[arg(long, value_name = "PREFIX")]
-    dht_prefix: Option<String>,
     #[command(flatten)]
-    local: LocalArgs,
-    #[command(flatten)]
-    fetch: FetchArgs,
-    /// Folder of a small model of the same family that guesses next tokens on this machine
-    #[arg(long, value_name = "FOLDER")]
-    draft: Option<PathBuf>,
+    of: OneModelArgs,
     /// Chat template (Jinja) in place of that of the model
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
@@ -252,32 +239,26 @@ pub struct ChatArgs {
     /// Seed of the sampling; the same seed gives the same answers
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Timeout for reaching the swarm and finding servers for all blocks, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    startup_timeout: Duration,
     #[command(flatten)]
     log: LogArgs,
 }
 
 /// Turns flags into settings of a conversation.
 pub fn resolve_chat(
-    mut args: ChatArgs,
+    args: ChatArgs,
     env: Env<'_>,
 ) -> Result<(ChatConfig, FetchConfig, LogConfig), String> {
-    let fetch = args.fetch.resolve(env)?;
-    let folder = model_or_last(args.model, &mut [&mut args.initial_peers])
-        .ok_or("no model given: name a folder or a model of the Hub, as in sepal chat MODEL")?;
-    check_maddrs("--initial_peers", &args.initial_peers)?;
+    let of = args.of.resolve(args.model, "chat", env)?;
     if args.temperature.is_nan() || args.temperature < 0.0 {
         let given = args.temperature;
         return Err(format!("invalid --temperature {given}: expected 0 or a positive number"));
     }
-    let model = GatewayModel { dht_prefix: args.dht_prefix, draft: args.draft, ..model(&folder)? };
+    let model = GatewayModel { dht_prefix: of.dht_prefix, draft: of.draft, ..model(&of.model)? };
     let engine = GatewayConfig {
         models: vec![model],
-        initial_peers: args.initial_peers,
+        initial_peers: of.initial_peers,
         listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-        local: args.local.resolve()?,
+        local: of.local,
         chat_template: args.chat_template,
         api_keys: None,
         tls: None,
@@ -288,8 +269,8 @@ pub fn resolve_chat(
         default_max_tokens: args.max_tokens,
         sessions_kept: 1,
         session_idle: Duration::from_secs(240),
-        route_timeout: args.startup_timeout,
-        startup_timeout: args.startup_timeout,
+        route_timeout: of.startup_timeout,
+        startup_timeout: of.startup_timeout,
         server: None,
     };
     let sampling = SamplingConfig {
@@ -299,7 +280,7 @@ pub fn resolve_chat(
         ..SamplingConfig::default()
     };
     let config = ChatConfig { engine, system: args.system, sampling, history: history(env) };
-    Ok((config, fetch, args.log.resolve(env, QUIET_LOG)))
+    Ok((config, of.fetch, args.log.resolve(env, QUIET_LOG)))
 }
 
 /// `$XDG_STATE_HOME/sepal/chat_history`, by default in `~/.local/state`.

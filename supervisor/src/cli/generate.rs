@@ -1,15 +1,12 @@
 //! Flags of `sepal generate`.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
 use clap::Args;
 use shared::config::{FetchConfig, GenerateConfig, LogConfig, SamplingConfig};
 
 use super::Env;
-use super::local::{FetchArgs, LocalArgs};
+use super::local::OneModelArgs;
 use super::log::{LogArgs, QUIET_LOG};
-use super::values::{check_maddrs, model_or_last, seconds, token_bias};
+use super::values::token_bias;
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
@@ -20,19 +17,8 @@ pub struct GenerateArgs {
     /// Text to continue
     #[arg(long, short)]
     prompt: String,
-    /// Peers of the swarm
-    #[arg(long, num_args = 1.., required = true, value_name = "MULTIADDR")]
-    initial_peers: Vec<String>,
-    /// Prefix under which the servers announce the model
-    #[arg(long, value_name = "PREFIX")]
-    dht_prefix: Option<String>,
     #[command(flatten)]
-    local: LocalArgs,
-    #[command(flatten)]
-    fetch: FetchArgs,
-    /// Folder of a small model of the same family that guesses next tokens on this machine
-    #[arg(long, value_name = "FOLDER")]
-    draft: Option<PathBuf>,
+    of: OneModelArgs,
     /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: u32,
@@ -69,9 +55,6 @@ pub struct GenerateArgs {
     /// Print speed and step times at the end
     #[arg(long)]
     stats: bool,
-    /// Timeout for reaching the swarm and finding servers for all blocks, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    startup_timeout: Duration,
     #[command(flatten)]
     log: LogArgs,
 }
@@ -81,20 +64,17 @@ pub struct GenerateArgs {
 /// # Errors
 /// What is wrong with a flag.
 pub fn resolve(
-    mut args: GenerateArgs,
+    args: GenerateArgs,
     env: Env<'_>,
 ) -> Result<(GenerateConfig, FetchConfig, LogConfig), String> {
-    let model = model_or_last(args.model, &mut [&mut args.initial_peers])
-        .ok_or("no model given: name a folder or a model of the Hub, as in sepal generate MODEL")?;
-    check_maddrs("--initial_peers", &args.initial_peers)?;
-    let fetch = args.fetch.resolve(env)?;
+    let of = args.of.resolve(args.model, "generate", env)?;
     let config = GenerateConfig {
-        model: model.into(),
-        dht_prefix: args.dht_prefix,
-        initial_peers: args.initial_peers,
+        model: of.model.into(),
+        dht_prefix: of.dht_prefix,
+        initial_peers: of.initial_peers,
         prompt: args.prompt,
-        local: args.local.resolve()?,
-        draft: args.draft,
+        local: of.local,
+        draft: of.draft,
         max_new_tokens: args.max_new_tokens,
         sampling: SamplingConfig {
             temperature: args.temperature,
@@ -109,7 +89,7 @@ pub fn resolve(
         },
         stop: args.stop,
         stats: args.stats,
-        startup_timeout: args.startup_timeout,
+        startup_timeout: of.startup_timeout,
     };
-    Ok((config, fetch, args.log.resolve(env, QUIET_LOG)))
+    Ok((config, of.fetch, args.log.resolve(env, QUIET_LOG)))
 }

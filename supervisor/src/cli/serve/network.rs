@@ -49,7 +49,8 @@ pub struct NetworkArgs {
     #[arg(long, value_name = "MBPS")]
     pub(super) max_upload_mbps: Option<f64>,
     /// Maximum of what this server relays for peers that others cannot dial, all of them together, in
-    /// megabits per second [default: a quarter of the network rate]
+    /// megabits per second on average; what was not used in the last ten seconds may go at once [default: a
+    /// quarter of the network rate]
     #[arg(long, value_name = "MBPS")]
     pub(super) relay_mbps: Option<f64>,
     /// Measure the network with this service instead of servers of the swarm: a URL to download
