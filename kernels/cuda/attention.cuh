@@ -60,21 +60,6 @@ struct Scoring {
     uint32_t window;   // positions that a query sees, its own included
 };
 
-template <class T> __device__ __forceinline__ float2 unpack(uint32_t pair);
-template <> __device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-template <> __device__ __forceinline__ float2 unpack<f16>(uint32_t pair) {
-    return make_float2(widen(__ushort_as_half((unsigned short)pair)),
-                       widen(__ushort_as_half((unsigned short)(pair >> 16))));
-}
-
-// Rounds two numbers in one conversion.
-template <class T> __device__ __forceinline__ void round_pair(float& a, float& b) {
-    const float2 two = unpack<T>(pack<T>(a, b));
-    a = two.x, b = two.y;
-}
-
 // Turns the products of a query with two keys into scores, rounded as in the definition.
 template <class T>
 __device__ __forceinline__ void score_pair(float& a, float& b, const Scoring& scoring) {

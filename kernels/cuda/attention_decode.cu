@@ -10,11 +10,16 @@
 //   group, 16 at a time. Of few tiles, a CTA takes every gridDim.x-th one and writes its result to
 //   the workspace. Where there are groups of tiles for all CTAs (by_groups), it takes every
 //   gridDim.x-th group, merges its tiles in registers and writes one result. The number of splits
-//   changes no bits. A first tile of cached keys alone is copied before pdl_wait. CTAs of tokens
+//   changes no bits. What was cached of a first tile is copied before pdl_wait. CTAs of tokens
 //   that do not exist end at once, so that one recorded launch serves all lengths and all smaller
 //   batches.
-// attention_join: grid heads x tokens; a row of D / 4 threads merges the tiles of a group, MERGERS
-//   rows at a time, and the first one then merges these groups and divides.
+//   Where k is given (D <= 128), keys and values of the new tokens are not in the pages yet: a CTA
+//   rotates its queries and the new keys of its tiles by itself, and the one with the last tile of
+//   a token writes that token's key and value into the pages and the outbox. The bits are those of
+//   rope_append or kv_append, then attention.
+// attention_join: grid heads x tokens; a row of D / 4 threads merges the tiles of a group, up to
+//   MERGERS rows at a time, and the first one then merges these groups and divides. The number of
+//   rows changes no bits.
 // Traffic: keys and values once per token: 8.4 MB for 2,048 positions of a 70B block, computed 2 us
 //   at 4.3 TB/s. The workspace is an eighth of that, written and read; of long sequences, a 128th.
 // Variants: one per D and dtype. Limits: D 64, 80, 96, 112, 128, 256; bf16, f16. Everything else:
@@ -22,7 +27,9 @@
 // expects attention_decode_*: only LDGSTS.128; loop HMMA LDGSTS LDSM; no LDG.U8 LDG.U16
 // expects attention_join: LDG.128 STG.128
 #include "attention.cuh"
+#include "outbox.cuh"
 #include "pdl.cuh"
+#include "rotate.cuh"
 
 // Shared memory: TILE_KEYS keys, then their values.
 template <int D> constexpr uint32_t SHARED = 2 * Pitch<D>::TILE;
@@ -50,12 +57,13 @@ struct Range {
 };
 
 // CTAs take whole groups where a grid has at most this many times as many.
-#define GROUP_SHARE 2
+#define GROUP_SHARE 4
 EXPORT(GROUP_SHARE, GROUP_SHARE);
 EXPORT(GROUP_TILES, GROUP_TILES);
 
 // Whether CTAs take whole groups. A grid has 12 CTAs for each multiprocessor, so there are groups
-// for six, as many as it holds. More or longer heads would take more registers than there are.
+// for three at least, which keep its memory busy, and the join reads a sixteenth of the results.
+// More or longer heads would take more registers than there are.
 __device__ __forceinline__ bool by_groups(const Range& range, uint32_t splits, uint32_t group,
                                           uint32_t head_dim) {
     const uint32_t groups = range.end_group() - range.first_group();
@@ -68,12 +76,27 @@ __device__ __forceinline__ size_t result_at(uint32_t tile, uint32_t heads, uint3
     return ((size_t)tile * heads + head) * (head_dim + 4);
 }
 
+// Longest heads whose keys may be new: for longer ones there are no registers.
+#define FRESH_DIM 128
+EXPORT(FRESH_DIM, FRESH_DIM);
+
+// Keys and values of the new tokens, [tokens, kv_heads, D], and the angles of their positions, as
+// in rope.cu. k null: they are in the pages, and queries are rotated. angles null: nothing rotates.
+template <class T> struct Fresh {
+    const float *k, *v, *angles;
+    T* outbox; // or null
+    uint32_t block;
+    const uint32_t* words;
+};
+
 // A token and a kv head, as a warp sees them.
 template <int D, class T> struct Token {
-    const T* pages;
+    T* pages;
     const uint32_t* table;
     unsigned char *keys, *values;
     uint32_t kv_heads, kv_head, position;
+    uint32_t cached; // positions that are in the pages
+    Fresh<T> fresh;
 
     // Pages of a tile, one in each of the first lanes. Pages that do not exist are not used.
     __device__ __forceinline__ uint32_t pages_of(uint32_t tile) const {
@@ -95,7 +118,7 @@ template <int D, class T> struct Token {
             for (uint32_t j = 0; j < PAGE_TOKENS * PIECES / 32; j++) {
                 const uint32_t i = j * 32 + threadIdx.x, key = i / PIECES, piece = i % PIECES;
                 cp_async16(to_page + key * Pitch<D>::BYTES + piece * 16, from + i * 8,
-                           first + key <= position);
+                           first + key < cached);
             }
         }
         cp_commit();
@@ -103,6 +126,90 @@ template <int D, class T> struct Token {
     __device__ __forceinline__ void copy(uint32_t tile, uint32_t own_page) const {
         copy_half(keys, 0, tile, own_page);
         copy_half(values, 1, tile, own_page);
+    }
+    // Makes the new keys and values of a tile that is being copied.
+    __device__ __forceinline__ void make_new(uint32_t tile) const {
+        if (D > FRESH_DIM) return;
+        const uint32_t begin = max(tile * TILE_KEYS, cached),
+                       end = min((tile + 1) * TILE_KEYS, position + 1);
+#pragma unroll 1
+        for (uint32_t at = begin; at < end; at++) make(at);
+    }
+    // Makes the key and the value of a new token, in place of the zeros that the copies write.
+    // Those of this token go into the pages, too.
+    __device__ __forceinline__ void make(uint32_t at) const {
+        constexpr uint32_t HALF = D / 2;
+        const Batch batch = batch_of(fresh.words);
+        const uint32_t number = batch.row_start[batch.token_row[blockIdx.z]] + (at - cached);
+        const size_t head = ((size_t)number * kv_heads + kv_head) * D;
+        const float* cosines = fresh.angles + (size_t)number * D;
+        uint32_t* const places[2] = {reinterpret_cast<uint32_t*>(keys),
+                                     reinterpret_cast<uint32_t*>(values)};
+        T* caches[2] = {};
+        T* outbox = nullptr;
+        if (at == position) {
+            const uint32_t page = table[position / PAGE_TOKENS];
+            for (uint32_t v = 0; v < 2; v++)
+                caches[v] = pages + vector_at(page, kv_heads, kv_head, v, position, D);
+            if (fresh.outbox)
+                outbox = fresh.outbox +
+                         outbox_at(fresh.words, fresh.block, number, kv_heads, kv_head, 0, D);
+        }
+#pragma unroll 1
+        for (uint32_t first = 0; first < HALF; first += 64) {
+            const uint32_t i = first + threadIdx.x * 2;
+            float2 pair[2][2];
+            if (i < HALF) {
+#pragma unroll
+                for (uint32_t half = 0; half < 2; half++) {
+                    const size_t from = head + half * HALF + i;
+                    pair[0][half] = *reinterpret_cast<const float2*>(fresh.k + from);
+                    pair[1][half] = *reinterpret_cast<const float2*>(fresh.v + from);
+                }
+                if (fresh.angles) {
+                    const float2 c = *reinterpret_cast<const float2*>(cosines + i),
+                                 s = *reinterpret_cast<const float2*>(cosines + HALF + i);
+                    round_pair<T>(pair[0][0].x, pair[0][0].y);
+                    round_pair<T>(pair[0][1].x, pair[0][1].y);
+                    rotate_two<T>(pair[0][0], pair[0][1], c, s);
+                }
+            }
+            // All lanes' zeros are there.
+            cp_wait<0>();
+            __syncwarp();
+            if (i >= HALF) continue;
+#pragma unroll
+            for (uint32_t v = 0; v < 2; v++)
+#pragma unroll
+                for (uint32_t half = 0; half < 2; half++) {
+                    const uint32_t stored = pack<T>(pair[v][half].x, pair[v][half].y),
+                                   element = half * HALF + i;
+                    places[v][(at % TILE_KEYS * Pitch<D>::BYTES + element * 2) / 4] = stored;
+                    if (caches[v]) *reinterpret_cast<uint32_t*>(caches[v] + element) = stored;
+                    if (outbox) *reinterpret_cast<uint32_t*>(outbox + v * D + element) = stored;
+                }
+        }
+    }
+    // Rotates the queries of a warp, which are of this token.
+    __device__ __forceinline__ void rotate_queries(Queries<D>& queries) const {
+        if (D > FRESH_DIM || !fresh.angles) return;
+        const float* cosines = fresh.angles + (size_t)blockIdx.z * D + threadIdx.x % 4 * 2;
+        // Lanes have two of each eight dimensions, and those half a head further.
+#pragma unroll
+        for (int low = 0; low < D / 16; low++) {
+            const int high = low + D / 16;
+            const float2 c = *reinterpret_cast<const float2*>(cosines + low * 8),
+                         s = *reinterpret_cast<const float2*>(cosines + D / 2 + low * 8);
+#pragma unroll
+            for (int row = 0; row < 2; row++) {
+                uint32_t &a = queries.q[low / 2][low % 2 * 2 + row],
+                         &b = queries.q[high / 2][high % 2 * 2 + row];
+                float2 x = unpack<T>(a), y = unpack<T>(b);
+                rotate_two<T>(x, y, c, s);
+                a = pack<T>(x.x, x.y);
+                b = pack<T>(y.x, y.y);
+            }
+        }
     }
 };
 
@@ -155,12 +262,14 @@ __device__ __forceinline__ void take_group(const Token<D, T>& token, const float
     load_query<D, T>(queries, 0, head < group ? q + head * D : nullptr, token.position, scoring,
                      head < group && scoring.alibi_scale != 0.0f ? slopes[head] : 0.0f);
     load_query<D, T>(queries, 1, nullptr, token.position, scoring, 0.0f);
+    token.rotate_queries(queries);
     uint32_t next_pages = token.pages_of(begin + 1);
 #pragma unroll 1
     for (uint32_t tile = begin; tile < end; tile++) {
         if (tile > begin) {
             __syncwarp(); // all lanes have read the last tile
             token.copy(tile, next_pages);
+            token.make_new(tile);
             next_pages = token.pages_of(tile + 1);
         }
         cp_wait<1>();
@@ -202,6 +311,7 @@ __device__ __forceinline__ void take_tile(const Token<D, T>& token, const float*
     for (uint32_t done = 0; done < group; done += 16) {
         Queries<D> queries;
         load_heads<D, T>(queries, q, slopes, done, group, token.position, scoring);
+        token.rotate_queries(queries);
         cp_wait<1>();
         __syncwarp();
         Weights weights;
@@ -219,13 +329,13 @@ __device__ __forceinline__ void take_tile(const Token<D, T>& token, const float*
 }
 
 template <int D, class T>
-__device__ __forceinline__ void attention_decode(const float* q, const T* pages,
-                                                 const uint32_t* words, const float* slopes,
-                                                 float* workspace, uint32_t kv_heads,
-                                                 uint32_t group, const Scoring& scoring) {
+__device__ __forceinline__ void attention_decode(const float* q, const Fresh<T>& fresh, T* pages,
+                                                 const float* slopes, float* workspace,
+                                                 uint32_t kv_heads, uint32_t group,
+                                                 const Scoring& scoring) {
     SMEM_DYN(shared);
     pdl_launch();
-    const Batch batch = batch_of(words);
+    const Batch batch = batch_of(fresh.words);
     const uint32_t kv_head = blockIdx.y, number = blockIdx.z, heads = kv_heads * group;
     if (number >= batch.tokens) {
         pdl_wait();
@@ -233,30 +343,33 @@ __device__ __forceinline__ void attention_decode(const float* q, const T* pages,
     }
     const uint32_t row = batch.token_row[number], position = batch.token_position[number];
     const Range range(position, scoring.window);
-    const Token<D, T> token = {pages,    batch.pages + batch.row_table[row],
-                               shared,   shared + Pitch<D>::TILE,
-                               kv_heads, kv_head,
-                               position};
+    const Token<D, T> token = {
+        pages,    batch.pages + batch.row_table[row],
+        shared,   shared + Pitch<D>::TILE,
+        kv_heads, kv_head,
+        position, D <= FRESH_DIM && fresh.k ? batch.row_prefix[row] : position + 1,
+        fresh};
     const bool has_groups = D <= 128 && by_groups(range, gridDim.x, group, D);
     const uint32_t first_unit = has_groups ? range.first_group() : range.begin,
                    end_unit = has_groups ? range.end_group() : range.end,
                    tiles = has_groups ? GROUP_TILES : 1;
     auto begin_of = [&](uint32_t unit) { return max(unit * tiles, range.begin); };
     uint32_t unit = first_unit + blockIdx.x;
-    // A first tile that was cached before this step.
-    const bool is_old =
-        unit < end_unit && (begin_of(unit) + 1) * TILE_KEYS <= batch.row_prefix[row];
+    // Of the first tile, what was in the pages before this step.
+    const bool is_early = unit < end_unit && min((begin_of(unit) + 1) * TILE_KEYS, token.cached) <=
+                                                 batch.row_prefix[row];
     uint32_t pages_of_unit = unit < end_unit ? token.pages_of(begin_of(unit)) : 0;
-    if (is_old) token.copy(begin_of(unit), pages_of_unit);
+    if (is_early) token.copy(begin_of(unit), pages_of_unit);
     pdl_wait();
     q += ((size_t)number * heads + kv_head * group) * D;
     if (slopes) slopes += kv_head * group;
     for (; unit < end_unit; unit += gridDim.x) {
-        if (!is_old || unit >= first_unit + gridDim.x) {
+        if (!is_early || unit >= first_unit + gridDim.x) {
             // All lanes have read the last tile before the next one overwrites it.
             __syncwarp();
             token.copy(begin_of(unit), pages_of_unit);
         }
+        token.make_new(begin_of(unit));
         if (unit + gridDim.x < end_unit) pages_of_unit = token.pages_of(begin_of(unit + gridDim.x));
         float* to = workspace +
                     result_at(tiles_of(batch)[number] + unit * tiles, heads, kv_head * group, D);
@@ -271,12 +384,12 @@ __device__ __forceinline__ void attention_decode(const float* q, const T* pages,
     }
 }
 
-// Groups that a CTA of attention_join merges at a time.
+// Most groups that a CTA of attention_join merges at a time.
 #define MERGERS 8
 EXPORT(MERGERS, MERGERS);
-// Shared memory of attention_join: two times MERGERS results.
-EXPORT(JOIN_SHARED_PER_DIM, 2 * MERGERS * 4);
-EXPORT(JOIN_SHARED_BASE, 2 * MERGERS * 16);
+// Shared memory of attention_join for each of them: two results.
+EXPORT(JOIN_SHARED_PER_DIM, 2 * 4);
+EXPORT(JOIN_SHARED_BASE, 2 * 16);
 
 // Part of a merged result: 4 dimensions.
 struct Merged {
@@ -312,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
     pdl_launch();
     const Batch batch = batch_of(words);
     const uint32_t head = blockIdx.x, token = blockIdx.y, heads = gridDim.x, at = threadIdx.x * 4,
-                   merger = threadIdx.y, pitch = head_dim + 4;
+                   merger = threadIdx.y, mergers = blockDim.y, pitch = head_dim + 4;
     if (token >= batch.tokens) {
         pdl_wait();
         return;
@@ -326,9 +439,8 @@ extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
     // Rounds use the two halves in turn: the first row has read a half before the barrier of the
     // round after.
     uint32_t half = 0;
-    for (uint32_t first = range.first_group(); first < range.end_group(); first += MERGERS) {
-        const uint32_t own = first + merger,
-                       count = min(range.end_group() - first, (uint32_t)MERGERS);
+    for (uint32_t first = range.first_group(); first < range.end_group(); first += mergers) {
+        const uint32_t own = first + merger, count = min(range.end_group() - first, mergers);
         if (merger < count) {
             // Where has_groups, the result of the group is at its first tile.
             const uint32_t begin =
@@ -344,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
         }
         __syncthreads();
         if (merger == 0) all.add_all(results + half * pitch, count, pitch, at, head_dim);
-        half ^= MERGERS;
+        half = mergers - half;
     }
     if (merger != 0) return;
     if (logsum && at == 0) logsum[(size_t)token * heads + head] = logsum_of(all.top, all.sum);
@@ -355,13 +467,15 @@ extern "C" __global__ void __launch_bounds__(64 * MERGERS, 1)
 
 #define ATTENTION_DECODE(D, T)                                                                     \
     extern "C" __global__ void __launch_bounds__(32, 8) attention_decode_##T##_d##D(               \
-        const float* q /* [tokens, heads, D] */, const T* __restrict__ pages,                      \
-        const uint32_t* __restrict__ batch,                                                        \
+        const float* q /* [tokens, heads, D] */,                                                   \
+        const float* k /* [tokens, kv_heads, D] or null */, const float* v /* as k */,             \
+        const float* __restrict__ angles /* [tokens, 2, D / 2] or null */, T* pages,               \
+        T* outbox /* or null */, uint32_t block, const uint32_t* __restrict__ batch,               \
         const float* __restrict__ slopes /* [heads] or null */, float* __restrict__ workspace,     \
         uint32_t kv_heads, uint32_t group, float inverse_divisor, float alibi_scale,               \
         uint32_t window) {                                                                         \
-        attention_decode<D, T>(q, pages, batch, slopes, workspace, kv_heads, group,                \
-                               {inverse_divisor, alibi_scale, window});                            \
+        attention_decode<D, T>(q, {k, v, angles, outbox, block, batch}, pages, slopes, workspace,  \
+                               kv_heads, group, {inverse_divisor, alibi_scale, window});           \
     }
 #define ATTENTION_DECODE_SIZES(T)                                                                  \
     ATTENTION_DECODE(64, T)                                                                        \

@@ -24,6 +24,9 @@ static inline void cluster_wait() { emu::cluster_wait(); }
 static inline void store_in_cluster(float2* at, uint32_t rank, float2 value) {
     *static_cast<float2*>(emu::in_cluster(rank, at)) = value;
 }
+static inline void store_in_cluster(float* at, uint32_t rank, float value) {
+    *static_cast<float*>(emu::in_cluster(rank, at)) = value;
+}
 #else
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank; // read anew each time, which is cheaper than a register that is kept
@@ -47,6 +50,14 @@ __device__ __forceinline__ void store_in_cluster(float2* at, uint32_t rank, floa
         "mapa.shared::cluster.u32 there, %0, %1;\n"
         "st.shared::cluster.v2.f32 [there], {%2, %3};}\n" ::"r"(smem_address(at)),
         "r"(rank), "f"(value.x), "f"(value.y)
+        : "memory");
+}
+__device__ __forceinline__ void store_in_cluster(float* at, uint32_t rank, float value) {
+    asm volatile(
+        "{.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.f32 [there], %2;}\n" ::"r"(smem_address(at)),
+        "r"(rank), "f"(value)
         : "memory");
 }
 #endif

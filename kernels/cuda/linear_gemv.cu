@@ -1,7 +1,8 @@
 // GEMV for 1 to 32 rows: out = round(x) weight^T + bias, the products of a decode step.
 //
-// Shapes: x f32 [rows, inputs]; up to 3 matrices [outputs, inputs] (NF4, INT8, bf16, f16) with the
-//   same inputs; out f32 [rows, outputs]. T is the dtype to which x is rounded.
+// Shapes: x f32 [inputs], or of several rows as linear_pack.cu makes it; up to 3 matrices
+//   [outputs, inputs] (NF4, INT8, bf16, f16) with the same inputs; out f32 [rows, outputs]. T is
+//   the dtype to which x is rounded.
 // Reference: kernels/src/ops/linear.rs. Order of sums: linear.cuh.
 // Grid: tiles of 16 M outputs over all matrices.
 // CTA: 8 warps; split-K: warp w computes segment w of the inputs for all outputs of the tile. A
@@ -15,7 +16,8 @@
 //   table look-ups, 1 + 1 of weights in and out, 0.5 of scales, 1 / M of activations), and 4.3 TB/s
 //   leave 7. Tensor cores: 0.14 N mma per cycle of about 0.6.
 // Variants: M 1 for matrices so small that tiles of 32 outputs would leave multiprocessors idle,
-//   else 2; N 1, 2, 4 for up to 8, 16, 32 rows. All variants and linear_gemm.cu give the same bits.
+//   else 2; r1 for one row, N 1, 2, 4 for up to 8, 16, 32 packed rows. All variants and
+//   linear_gemm.cu give the same bits.
 //   linear_cluster.cu does the same on compute capability 9.0 for more than 1,792 inputs.
 // Limits: inputs a multiple of 64, matrices aligned to 16 bytes. Everything else:
 //   linear_generic.cu.
@@ -25,20 +27,22 @@
 // expects linear_gemv_int8_*: loop only LDG.128
 #include "linear_gemv.cuh"
 
-#define LINEAR_GEMV(F, f, T, M, N)                                                                 \
+#define LINEAR_GEMV(F, f, T, M, n, N, ROWS)                                                        \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, N == 1 ? 2 : 1)                       \
-        linear_gemv_##f##_##T##_m##M##n##N(LINEAR_PRODUCTS, const float* x /* [rows, inputs] */,   \
-                                           uint32_t inputs, uint32_t rows, uint32_t stages) {      \
-        linear_gemv<F, T, M, N>(LINEAR_PRODUCT(blockIdx.x, M * 16), x, Contiguous(), inputs, rows, \
+        linear_gemv_##f##_##T##_m##M##n(LINEAR_PRODUCTS, const float* x, uint32_t inputs,          \
+                                        uint32_t rows, uint32_t stages) {                          \
+        linear_gemv<F, T, M, N>(LINEAR_PRODUCT(blockIdx.x, M * 16), x, ROWS(), inputs, rows,       \
                                 stages);                                                           \
     }
 #define LINEAR_GEMV_SIZES(F, f, T)                                                                 \
-    LINEAR_GEMV(F, f, T, 1, 1)                                                                     \
-    LINEAR_GEMV(F, f, T, 1, 2)                                                                     \
-    LINEAR_GEMV(F, f, T, 1, 4)                                                                     \
-    LINEAR_GEMV(F, f, T, 2, 1)                                                                     \
-    LINEAR_GEMV(F, f, T, 2, 2)                                                                     \
-    LINEAR_GEMV(F, f, T, 2, 4)
+    LINEAR_GEMV(F, f, T, 1, r1, 1, Contiguous)                                                     \
+    LINEAR_GEMV(F, f, T, 1, n1, 1, Packed)                                                         \
+    LINEAR_GEMV(F, f, T, 1, n2, 2, Packed)                                                         \
+    LINEAR_GEMV(F, f, T, 1, n4, 4, Packed)                                                         \
+    LINEAR_GEMV(F, f, T, 2, r1, 1, Contiguous)                                                     \
+    LINEAR_GEMV(F, f, T, 2, n1, 1, Packed)                                                         \
+    LINEAR_GEMV(F, f, T, 2, n2, 2, Packed)                                                         \
+    LINEAR_GEMV(F, f, T, 2, n4, 4, Packed)
 LINEAR_GEMV_SIZES(Nf4, nf4, bf16)
 LINEAR_GEMV_SIZES(Nf4, nf4, f16)
 LINEAR_GEMV_SIZES(Int8, int8, bf16)

@@ -54,16 +54,22 @@ __device__ __forceinline__ void read(Fragment<Plain>& fragment, const unsigned c
     }
 }
 
-// The rows of x are the rows of the product (linear_gemv.cu).
+// x is f32, one row (linear_gemv.cu).
 struct Contiguous {
-    static constexpr bool GATHERED = false;
+    static constexpr bool GATHERED = false, PACKED = false;
+    __device__ __forceinline__ uint32_t operator[](uint32_t row) const { return row; }
+};
+
+// x is several rows, rounded and in the order of the lanes (linear_pack.cu).
+struct Packed {
+    static constexpr bool GATHERED = false, PACKED = true;
     __device__ __forceinline__ uint32_t operator[](uint32_t row) const { return row; }
 };
 
 // The rows of x come from a list or an offset (experts_gemv.cu). An expert often has fewer tokens
 // than the tile holds.
 struct Gathered {
-    static constexpr bool GATHERED = true;
+    static constexpr bool GATHERED = true, PACKED = false;
     const uint32_t* list; // null: one after the other
     uint32_t first;
     __device__ __forceinline__ uint32_t operator[](uint32_t row) const {
@@ -151,8 +157,20 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
         }
     }
 
-    // The 16 inputs of this lane's token from `from` on; zeros for a missing token.
-    __device__ __forceinline__ void fetch_inputs(float4 (&v)[N][4], uint32_t from) const {
+    // What a lane has of the activations of a block: 16 inputs of N tokens, packed or f32.
+    static constexpr int PIECES = Rows::PACKED ? 2 : 4;
+
+    // The 16 inputs of this lane's tokens from `from` on; zeros for a missing token.
+    __device__ __forceinline__ void fetch_inputs(float4 (&v)[N][PIECES], uint32_t from) const {
+        if constexpr (Rows::PACKED) {
+            const float4* at = reinterpret_cast<const float4*>(x) +
+                               (size_t)(from / BLOCK_INPUTS) * (N * 64) + lane;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 0; i < PIECES; i++) v[n][i] = at[n * 64 + i * 32];
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const uint32_t token = n * 8 + lane / 4;
@@ -166,14 +184,22 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
     }
 
     __device__ __forceinline__ void multiply(float (&sum)[M][N][4], const unsigned char* stage,
-                                             uint32_t block, const float4 (&v)[N][4]) const {
+                                             uint32_t block, const float4 (&v)[N][PIECES]) const {
         uint32_t b[N][8];
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                b[n][2 * i] = pack<T>(v[n][i].x, v[n][i].y);
-                b[n][2 * i + 1] = pack<T>(v[n][i].z, v[n][i].w);
+            for (int i = 0; i < PIECES; i++) {
+                const float4& of = v[n][i];
+                if constexpr (Rows::PACKED) {
+                    b[n][4 * i] = __float_as_uint(of.x);
+                    b[n][4 * i + 1] = __float_as_uint(of.y);
+                    b[n][4 * i + 2] = __float_as_uint(of.z);
+                    b[n][4 * i + 3] = __float_as_uint(of.w);
+                } else {
+                    b[n][2 * i] = pack<T>(of.x, of.y);
+                    b[n][2 * i + 1] = pack<T>(of.z, of.w);
+                }
             }
 #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -198,7 +224,7 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
     __device__ __forceinline__ void run(float (&sum)[M][N][4], uint32_t start, uint32_t end,
                                         uint32_t stages) {
         constexpr uint32_t STEP = Chunk<F>::INPUTS;
-        float4 next[N][4];
+        float4 next[N][PIECES];
         fetch_inputs(next, start);
         fetch_scales(start);
         uint32_t stage = 0;
@@ -220,11 +246,11 @@ template <class F, class T, int M, int N, class Rows> struct SegmentGemv {
             for (uint32_t block = 0; block < Chunk<F>::BLOCKS; block++) {
                 const uint32_t at = from + block * BLOCK_INPUTS;
                 if (at >= end) break;
-                float4 now[N][4];
+                float4 now[N][PIECES];
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) now[n][i] = next[n][i];
+                    for (int i = 0; i < PIECES; i++) now[n][i] = next[n][i];
                 if (at + BLOCK_INPUTS < end) fetch_inputs(next, at + BLOCK_INPUTS);
                 multiply(sum, ring + stage * (M * WARP_STAGE), block, now);
             }

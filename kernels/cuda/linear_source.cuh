@@ -15,10 +15,10 @@
 template <class F> constexpr uint32_t TABLE = same_type<F, Nf4>::value ? 256 * NF4_LINE : 0;
 // Steps (a strip and a block) that are loaded before they are used; it divides the steps of a
 // chunk. At 0.7 us of latency 4.3 TB/s need 23 KB in flight per multiprocessor; 8 warps have 32 KB,
-// and 64 KB of 16-bit weights. With 32 rows registers are left for less.
+// and 64 KB of 16-bit weights, of which registers are left for half with 32 rows.
 #define STEPS (CHUNK_BLOCKS * STRIPS)
 template <class F, int N> constexpr int AHEAD = 4;
-template <int N> constexpr int AHEAD<Nf4, N> = N < 4 ? 8 : 4;
+template <int N> constexpr int AHEAD<Nf4, N> = 8;
 template <> constexpr int AHEAD<Plain, 4> = 2;
 
 template <class T> __device__ __forceinline__ void fill_tables(unsigned char* table) {
@@ -113,13 +113,6 @@ template <> struct Strip<Nf4> {
     uint32_t shift, code;
     float offset, second[2];
 
-    // Blocks lie behind each other, so the second-level cache can be told of them early.
-    static constexpr bool IS_DENSE = true;
-    __device__ __forceinline__ static const uint8_t* start_of(const LinearProduct& product,
-                                                              uint32_t inputs, uint32_t block) {
-        return product.weight +
-               ((size_t)product.tile * (inputs / BLOCK_INPUTS) + block) * NF4_TILE_BYTES;
-    }
     __device__ __forceinline__ void open(const LinearProduct& product, uint32_t inputs,
                                          uint32_t block, uint32_t lane) {
         const Nf4Tiles tiles = nf4_tiles(product.weight, product.outputs, inputs, product.layout);
@@ -161,7 +154,6 @@ template <> struct Strip<Nf4> {
 
 // Rows g and g + 8; past the end, the last row again.
 template <class F> struct Rows {
-    static constexpr bool IS_DENSE = false;
     const uint8_t* rows[2];
 
     __device__ __forceinline__ void open(const LinearProduct& product, uint32_t inputs,

@@ -4,7 +4,7 @@
 #include "cluster.cuh"
 #include "linear_source.cuh"
 #include "pdl.cuh"
-#include "prefetch.cuh"
+#include "rmsnorm.cuh"
 #include "silu.cuh"
 
 #define WARPS    8
@@ -25,6 +25,18 @@ EXPORT(TABLE_NF4, TABLE<Nf4>);
 EXPORT(SUM_BYTES, SUM_BYTES);
 EXPORT(TILE_BYTES, TILE_BYTES);
 EXPORT(ROW_BYTES, ROW_BYTES);
+
+// Widest rows that are normed before they are multiplied: the sums of a warp's share stay in
+// registers.
+#define NORM_WIDTH 8192
+EXPORT(NORM_WIDTH, NORM_WIDTH);
+
+// The norm of rows before they are multiplied, as rmsnorm_add of rmsnorm.cu computes it.
+struct Norm {
+    const float *y, *weight; // y null: the activations are multiplied as they are
+    float* sum;              // [rows, inputs], gets round(x + round(y))
+    float eps;
+};
 
 // --- shares --------------------------------------------------------------------------------------
 
@@ -75,11 +87,15 @@ template <int GROUPS> struct Share {
     __device__ __forceinline__ uint32_t cut(uint32_t count, uint32_t part, uint32_t parts) const {
         return ::cut(count >> paired, part, parts) << paired;
     }
+    // First strip of a pass. All passes but the last have the same number of strips for each group.
+    __device__ __forceinline__ uint32_t begin(uint32_t pass) const {
+        const uint32_t even = GROUPS << paired, from = ::cut(strips, pass, passes);
+        return pass < passes ? (from + even - 1) / even * even : strips;
+    }
     // First strip and number of strips of a group in a pass.
     __device__ __forceinline__ uint2 of(uint32_t pass, uint32_t group) const {
         if (pass >= passes) return make_uint2(0, 0);
-        const uint32_t from = cut(strips, pass, passes),
-                       count = cut(strips, pass + 1, passes) - from,
+        const uint32_t from = begin(pass), count = begin(pass + 1) - from,
                        start = cut(count, group, GROUPS);
         return make_uint2(first + from + start, cut(count, group + 1, GROUPS) - start);
     }
@@ -92,9 +108,6 @@ template <int GROUPS> struct Share {
 template <class F, class T, int N, bool ONE, int S> struct Stream {
     // With 32 rows tensor cores are busier than the table, and registers are few.
     static constexpr bool COMPUTES = N < 4;
-    // With 32 rows too few loads fit into registers to hide the latency of memory, so the
-    // second-level cache is told of the chunk behind the one that is loaded.
-    static constexpr bool PREFETCHES = N == 4 && Strip<F>::IS_DENSE;
     static constexpr int UNROLLED = N == 1                 ? CHUNK_BLOCKS
                                     : AHEAD<F, N> > STRIPS ? AHEAD<F, N> / STRIPS
                                                            : 1;
@@ -129,33 +142,6 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
         for (int m = 0; m < STRIPS; m++)
             if ((uint32_t)m < own.y) strips[m].open(products.of(own.x + m), inputs, start, lane);
         fetch_scales();
-        prefetch_next();
-    }
-    // The chunk behind the one that is loaded, also of the next pass.
-    __device__ __forceinline__ void prefetch_next() {
-        if constexpr (PREFETCHES) {
-            const uint32_t next = (load_chunk + 1) * CHUNK_BLOCKS;
-            if (lane != 0) return;
-            if (load_chunk + 1 == chunks) {
-                prefetch_first(load_pass + 1);
-                return;
-            }
-            if (next >= blocks) return;
-#pragma unroll
-            for (int m = 0; m < STRIPS; m++)
-                if ((uint32_t)m < load_count)
-                    prefetch_bulk(strips[m].codes + CHUNK_BLOCKS * NF4_TILE_BYTES,
-                                  min(blocks - next, (uint32_t)CHUNK_BLOCKS) * NF4_TILE_BYTES);
-        }
-    }
-    // The first chunk of a pass; lane 0 calls it.
-    __device__ __forceinline__ void prefetch_first(uint32_t pass) const {
-        const uint2 own = share.of(pass, group);
-        const uint32_t bytes = min(blocks, (uint32_t)CHUNK_BLOCKS) * NF4_TILE_BYTES;
-        if (bytes == 0) return;
-#pragma unroll 1
-        for (uint32_t m = 0; m < own.y; m++)
-            prefetch_bulk(Strip<F>::start_of(products.of(own.x + m), inputs, start), bytes);
     }
     __device__ __forceinline__ void fetch_scales() {
         if (load_chunk * CHUNK_BLOCKS >= blocks) return;
@@ -174,7 +160,6 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 #pragma unroll
         for (int m = 0; m < STRIPS; m++) strips[m].advance();
         fetch_scales();
-        prefetch_next();
     }
     // Where step `m` of block `block` waits.
     __device__ __forceinline__ Fragment<F>& waiting(int m, int block) {
@@ -249,6 +234,73 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
         else
             __syncwarp();
     }
+    // The same for normed rows, all of a segment. CTAs of the first cluster also write the sums.
+    __device__ __forceinline__ void stage_normed(const Norm& norm, bool is_first) {
+        constexpr uint32_t PARTS = ONE ? 1 : N * 2, AT_A_TIME = ONE ? 4 : 1,
+                           MOST = NORM_WIDTH / BLOCK_INPUTS / SEGMENTS / AT_A_TIME * PARTS,
+                           U = (MOST + GROUPS - 1) / GROUPS;
+        const uint32_t piece = lane % 8, all = inputs / BLOCK_INPUTS;
+        // Squares of the blocks of each row, and the factors of the rows: in the place of the sums,
+        // which peers do not store before this CTA has passed two barriers more.
+        float *of_blocks = sums, *scales = sums + N * 8 * (NORM_WIDTH / BLOCK_INPUTS);
+        uint32_t kept[U][4];
+        cluster_wait(); // all CTAs have started
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++) {
+            const uint32_t at = group + u * GROUPS, block = ONE ? at * 4 + lane / 8 : at / PARTS,
+                           token = ONE ? 0 : at % PARTS * 4 + lane / 8;
+            const bool exists = block < blocks && token < tokens;
+            Eight eight = {
+                {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)}};
+            if (exists) {
+                const size_t from =
+                    (size_t)token * inputs + (size_t)(start + block) * BLOCK_INPUTS + piece * 8;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    eight.v[i] = added<T>(reinterpret_cast<const float4*>(x + from)[i],
+                                          reinterpret_cast<const float4*>(norm.y + from)[i]);
+                    if (is_first) reinterpret_cast<float4*>(norm.sum + from)[i] = eight.v[i];
+                }
+            }
+            const float of_block = block_squares(eight);
+            if (exists) store_in_cluster(of_blocks + token * all + start + block, piece, of_block);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                kept[u][i * 2] = pack<T>(eight.v[i].x, eight.v[i].y);
+                kept[u][i * 2 + 1] = pack<T>(eight.v[i].z, eight.v[i].w);
+            }
+        }
+        cluster_release();
+        cluster_wait();
+        for (uint32_t token = group; token < tokens; token += GROUPS) {
+            const float scale = norm_scale(of_blocks + token * all, all, inputs, norm.eps);
+            if (lane == 0) scales[token] = scale;
+        }
+        __syncthreads();
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++) {
+            const uint32_t at = group + u * GROUPS, block = ONE ? at * 4 + lane / 8 : at / PARTS,
+                           token = ONE ? 0 : at % PARTS * 4 + lane / 8;
+            if (block >= blocks || token >= tokens) continue;
+            const float4* weight = reinterpret_cast<const float4*>(
+                norm.weight + (size_t)(start + block) * BLOCK_INPUTS + piece * 8);
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float2 low = unpack<T>(kept[u][i * 2]), high = unpack<T>(kept[u][i * 2 + 1]);
+                const float4 v =
+                    normed<T>(make_float4(low.x, low.y, high.x, high.y), weight[i], scales[token]);
+                words[i * 2] = pack<T>(v.x, v.y);
+                words[i * 2 + 1] = pack<T>(v.z, v.w);
+            }
+            *reinterpret_cast<uint4*>(held + block * BLOCK_X +
+                                      place(token / 8, piece % 2, token % 8 * 4 + piece / 2)) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        staged = window;
+        cluster_arrive(); // this CTA has read what lies where peers store sums
+        __syncthreads();
+    }
     // Half of what lane `of` has of a block: 8 inputs. Neighbouring pieces lie on different banks.
     __device__ __forceinline__ static uint32_t place(uint32_t n, uint32_t half, uint32_t of) {
         if constexpr (ONE)
@@ -257,8 +309,9 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
             return n * TILE_BYTES + half * 512 + (of * 16 ^ half * 64);
     }
 
-    // FULL: all strips exist, so that no branch keeps their instructions apart.
-    template <bool FULL>
+    // COUNT: a constant number of strips, so that no branch keeps their instructions apart. 0: as
+    // many as `count`.
+    template <int COUNT>
     __device__ __forceinline__ void multiply(float (&sum)[STRIPS][N][4],
                                              const float (&scales)[STRIPS][2], uint32_t count,
                                              uint32_t from, int block) {
@@ -278,7 +331,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 #pragma unroll
         for (int m = 0; m < STRIPS; m++) {
             uint32_t a[4][4];
-            const bool exists = FULL || (uint32_t)m < count;
+            const bool exists = COUNT ? m < COUNT : (uint32_t)m < count;
             if (exists) decode<T, COMPUTES>(a, waiting(m, block), levels);
             if (m > 0 && block * STRIPS + m + AHEAD<F, N> == STEPS) advance();
             load(m, block);
@@ -289,20 +342,21 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
                     high = __shfl_sync(~0u, scales[m][1], (lane & 28) | block);
                 }
 #pragma unroll
-                for (int n = 0; n < N; n++) add_block<F, T>(sum[m][n], a, b[n], low, high);
+                for (int n = N - 1; n >= 0; n--) add_block<F, T>(sum[m][n], a, b[n], low, high);
             }
         }
     }
 
     // One pass over the segment.
-    template <bool FULL>
+    template <int COUNT>
     __device__ __forceinline__ void run(float (&sum)[STRIPS][N][4], uint32_t count) {
 #pragma unroll 1
         for (uint32_t chunk = 0; chunk < chunks; chunk++) {
             float scales[STRIPS][2];
 #pragma unroll
             for (int m = 0; m < STRIPS; m++)
-                if (FULL || (uint32_t)m < count) strips[m].template scales<T>(scales[m], levels);
+                if (COUNT ? m < COUNT : (uint32_t)m < count)
+                    strips[m].template scales<T>(scales[m], levels);
             const uint32_t from = chunk * CHUNK_BLOCKS;
 #pragma unroll(UNROLLED)
             for (int block = 0; block < CHUNK_BLOCKS; block++) {
@@ -310,7 +364,7 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
                 // Here, if that is early enough, because few registers are in use.
                 if (block * STRIPS + AHEAD<F, N> == STEPS) advance();
                 if (from + block < blocks)
-                    multiply<FULL>(sum, scales, count, from, block);
+                    multiply<COUNT>(sum, scales, count, from, block);
                 else
                     load_past(block);
             }
@@ -409,7 +463,8 @@ template <class F, class T, int N, bool ONE, int S> struct Stream {
 // the place of the activations if these are not a whole segment.
 template <class F, class T, int N, bool ONE, int S>
 __device__ __forceinline__ void linear_stream(const Products& products, const float* x,
-                                              uint32_t inputs, uint32_t rows, uint32_t window) {
+                                              uint32_t inputs, uint32_t rows, uint32_t window,
+                                              const Norm& norm) {
     pdl_launch();
     SMEM_DYN(shared);
     using Warp = Stream<F, T, N, ONE, S>;
@@ -434,8 +489,6 @@ __device__ __forceinline__ void linear_stream(const Products& products, const fl
     // Nothing is published: peers only learn that this CTA has started.
     if constexpr (Warp::CTAS > 1) cluster_arrive();
     // The first weights are on their way while the tables are filled.
-    if constexpr (Warp::PREFETCHES)
-        if (lane == 0) warp.prefetch_first(0);
     warp.open_pass();
     warp.load_first();
     if constexpr (same_type<F, Nf4>::value) {
@@ -444,13 +497,20 @@ __device__ __forceinline__ void linear_stream(const Products& products, const fl
         warp.levels.open(shared, Warp::COMPUTES);
     }
     pdl_wait(); // from here on activations are read and results are written
+    if constexpr (Warp::CTAS > 1 && Warp::GROUPS == WARPS && N < 4)
+        if (norm.y) warp.stage_normed(norm, blockIdx.x < Warp::CTAS);
     for (uint32_t pass = 0; pass < warp.share.passes; pass++) {
         float sum[STRIPS][N][4] = {};
         const uint32_t count = warp.share.of(pass, warp.group).y;
+        // With 32 rows more code makes the usual case slower.
         if (count == STRIPS)
-            warp.template run<true>(sum, count);
+            warp.template run<STRIPS>(sum, count);
+        else if (N < 4 && count == 3)
+            warp.template run<3>(sum, count);
+        else if (N < 4 && count == 2)
+            warp.template run<2>(sum, count);
         else
-            warp.template run<false>(sum, count);
+            warp.template run<0>(sum, count);
         warp.join(sum, pass);
         if (S == SEGMENTS && !is_whole) __syncthreads();
     }

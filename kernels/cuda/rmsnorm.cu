@@ -2,111 +2,108 @@
 //
 // Shapes: x, out f32 [rows, width]; weight f32 [width]. T is the dtype of the normalised value.
 // Source: transformers LlamaRMSNorm.
-// Grid: one CTA per row, whole warps in one dimension. Where the width allows, a thread reads its
-//   elements and weights in pieces of 16 bytes and keeps the first KEPT of them in registers; it
-//   reads the others again from the cache. Weights come before pdl_wait.
-// Order of sums: f32 per thread from first to last, then lanes, then warps. The bits of a row
-//   depend on its values, its width and the size of the CTA, which the host derives from the width
-//   alone.
+// Grid: one CTA per row, whole warps in one dimension. A thread has eights of elements, the first
+//   KEPT of them in registers; it reads the others again from the cache. Where the width is a
+//   multiple of 4, it reads 16 bytes at a time. The first weights come before pdl_wait.
+// Order of sums: rmsnorm.cuh; it depends on the width alone.
 // rmsnorm_add: first adds a branch, x = round(x + round(y)), and stores the sum. This saves one
-//   launch and one read.
+//   launch and one read. linear_cluster.cu can do the same before a product.
 // expects rmsnorm_*: LDG.128 STG.128
-#include "common.cuh"
 #include "pdl.cuh"
+#include "rmsnorm.cuh"
 
-// Shared memory: a sum per warp.
-EXPORT(SHARED, 32 * 4);
+// Shared memory: the squares of each block of a row.
+EXPORT(SHARED_PER_BLOCK, 4);
 
-// Pieces of a row that a thread keeps in registers: all of them up to a width of 8,192.
-#define KEPT 4
+// Eights of a row that a thread keeps in registers: all of them up to a width of 8,192.
+#define KEPT 2
 
-template <class T> __device__ __forceinline__ float4 added(float4 v, const float4& b) {
-    v.x = rounded<T>(__fadd_rn(v.x, rounded<T>(b.x)));
-    v.y = rounded<T>(__fadd_rn(v.y, rounded<T>(b.y)));
-    v.z = rounded<T>(__fadd_rn(v.z, rounded<T>(b.z)));
-    v.w = rounded<T>(__fadd_rn(v.w, rounded<T>(b.w)));
-    return v;
-}
-__device__ __forceinline__ float squares(float sum, const float4& v) {
-    return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
-}
-template <class T>
-__device__ __forceinline__ float4 normed(const float4& v, const float4& w, float scale) {
-    return make_float4(w.x * rounded<T>(v.x * scale), w.y * rounded<T>(v.y * scale),
-                       w.z * rounded<T>(v.z * scale), w.w * rounded<T>(v.w * scale));
-}
+// A row, in whole eights.
+struct Row {
+    float* at;
+    uint32_t width;
+    bool is_fours; // the width is a multiple of 4
 
-// Factor of a row whose squares this thread has summed to `sum`.
-__device__ __forceinline__ float scale_of(float sum, float* scratch, uint32_t width, float eps) {
-    return 1.0f / sqrtf(cta_sum(sum, scratch) / (float)width + eps);
-}
+    __device__ __forceinline__ Eight load(uint32_t eight) const {
+        Eight to;
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t from = eight * 8 + i * 4;
+            to.v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (is_fours) {
+                if (from < width) to.v[i] = *reinterpret_cast<const float4*>(at + from);
+            } else {
+                if (from < width) to.v[i].x = at[from];
+                if (from + 1 < width) to.v[i].y = at[from + 1];
+                if (from + 2 < width) to.v[i].z = at[from + 2];
+                if (from + 3 < width) to.v[i].w = at[from + 3];
+            }
+        }
+        return to;
+    }
+    __device__ __forceinline__ void store(uint32_t eight, const Eight& from) const {
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t to = eight * 8 + i * 4;
+            if (is_fours) {
+                if (to < width) *reinterpret_cast<float4*>(at + to) = from.v[i];
+            } else {
+                if (to < width) at[to] = from.v[i].x;
+                if (to + 1 < width) at[to + 1] = from.v[i].y;
+                if (to + 2 < width) at[to + 2] = from.v[i].z;
+                if (to + 3 < width) at[to + 3] = from.v[i].w;
+            }
+        }
+    }
+};
 
-// A row whose width is a multiple of 4. ADD: first x = round(x + round(y)), as in add.cu; each
-// thread adds the elements that it sums.
+// ADD: first x = round(x + round(y)), as in add.cu; each thread adds the elements that it sums.
 template <class T, bool ADD>
-__device__ __forceinline__ void rmsnorm_fours(float4* x, const float4* y,
-                                              const float4* __restrict__ weight, float4* out,
-                                              float* scratch, uint32_t width, float eps) {
-    const uint32_t fours = width / 4;
-    float4 kept[KEPT], weights[KEPT];
-#pragma unroll
-    for (int j = 0; j < KEPT; j++) {
-        const uint32_t i = threadIdx.x + j * blockDim.x;
-        weights[j] = i < fours ? weight[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    pdl_wait();
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < KEPT; j++) {
-        const uint32_t i = threadIdx.x + j * blockDim.x;
-        kept[j] = i < fours ? x[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (ADD && i < fours) kept[j] = added<T>(kept[j], y[i]);
-    }
-#pragma unroll
-    for (int j = 0; j < KEPT; j++) {
-        const uint32_t i = threadIdx.x + j * blockDim.x;
-        if (ADD && i < fours) x[i] = kept[j];
-        if (i < fours) sum = squares(sum, kept[j]);
-    }
-    for (uint32_t i = threadIdx.x + KEPT * blockDim.x; i < fours; i += blockDim.x) {
-        float4 v = x[i];
-        if (ADD) x[i] = v = added<T>(v, y[i]);
-        sum = squares(sum, v);
-    }
-    const float scale = scale_of(sum, scratch, width, eps);
-#pragma unroll
-    for (int j = 0; j < KEPT; j++) {
-        const uint32_t i = threadIdx.x + j * blockDim.x;
-        if (i < fours) out[i] = normed<T>(kept[j], weights[j], scale);
-    }
-    for (uint32_t i = threadIdx.x + KEPT * blockDim.x; i < fours; i += blockDim.x)
-        out[i] = normed<T>(x[i], weight[i], scale);
-}
-
-template <class T, bool ADD>
-__device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* __restrict__ weight,
-                                        float* __restrict__ out, uint32_t width, float eps) {
+__device__ __forceinline__ void rmsnorm(float* x, const float* y, const float* weight, float* out,
+                                        uint32_t width, float eps) {
     SMEM_DYN(shared);
-    float* scratch = reinterpret_cast<float*>(shared);
+    float* of_blocks = reinterpret_cast<float*>(shared);
     pdl_launch();
-    x += (size_t)blockIdx.x * width;
-    out += (size_t)blockIdx.x * width;
-    if (ADD) y += (size_t)blockIdx.x * width;
-    if (width % 4 == 0) {
-        rmsnorm_fours<T, ADD>(reinterpret_cast<float4*>(x), reinterpret_cast<const float4*>(y),
-                              reinterpret_cast<const float4*>(weight),
-                              reinterpret_cast<float4*>(out), scratch, width, eps);
-        return;
-    }
+    const size_t row = (size_t)blockIdx.x * width;
+    const bool is_fours = width % 4 == 0;
+    const Row from = {x + row, width, is_fours},
+              branch = {const_cast<float*>(y) + row, width, is_fours},
+              factors = {const_cast<float*>(weight), width, is_fours},
+              to = {out + row, width, is_fours};
+    const uint32_t blocks = (width + 63) / 64, all = blocks * NORM_EIGHTS;
+    Eight kept[KEPT], weights[KEPT];
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) weights[j] = factors.load(threadIdx.x + j * blockDim.x);
     pdl_wait();
-    float sum = 0.0f;
-    for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
-        if (ADD) x[i] = rounded<T>(x[i] + rounded<T>(y[i]));
-        sum = __fmaf_rn(x[i], x[i], sum);
-    }
-    const float scale = scale_of(sum, scratch, width, eps);
-    for (uint32_t i = threadIdx.x; i < width; i += blockDim.x)
-        out[i] = weight[i] * rounded<T>(x[i] * scale);
+    auto take = [&](uint32_t eight) {
+        Eight v = from.load(eight);
+        if (ADD) {
+            const Eight b = branch.load(eight);
+            for (int i = 0; i < 2; i++) v.v[i] = added<T>(v.v[i], b.v[i]);
+        }
+        return v;
+    };
+    // Whole warps sum blocks; those of eights that are not there are none.
+    auto sum = [&](uint32_t eight, const Eight& v) {
+        if (ADD) from.store(eight, v);
+        const float of_block = block_squares(v);
+        if (eight < all && eight % NORM_EIGHTS == 0) of_blocks[eight / NORM_EIGHTS] = of_block;
+    };
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) kept[j] = take(threadIdx.x + j * blockDim.x);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) sum(threadIdx.x + j * blockDim.x, kept[j]);
+    for (uint32_t first = KEPT * blockDim.x; first < all; first += blockDim.x)
+        sum(first + threadIdx.x, take(first + threadIdx.x));
+    __syncthreads();
+    const float scale = norm_scale(of_blocks, blocks, width, eps);
+    auto put = [&](uint32_t eight, const Eight& v, const Eight& w) {
+        to.store(eight, {{normed<T>(v.v[0], w.v[0], scale), normed<T>(v.v[1], w.v[1], scale)}});
+    };
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) put(threadIdx.x + j * blockDim.x, kept[j], weights[j]);
+    for (uint32_t i = threadIdx.x + KEPT * blockDim.x; i < all; i += blockDim.x)
+        put(i, from.load(i), factors.load(i));
 }
 
 #define RMSNORM(T)                                                                                 \

@@ -15,6 +15,7 @@
 // expects rope_*: no LDL STL
 #include "outbox.cuh"
 #include "pdl.cuh"
+#include "rotate.cuh"
 
 template <class T>
 __device__ __forceinline__ void rope_table(const uint32_t* words, const float* frequencies,
@@ -35,14 +36,6 @@ __device__ __forceinline__ void rope_table(const uint32_t* words, const float* f
 // Most threads of rope_append.
 #define APPEND_THREADS 640
 EXPORT(APPEND_THREADS, APPEND_THREADS);
-
-// Products are rounded before they are added, also in f32.
-template <class T>
-__device__ __forceinline__ void rotate(float& x, float& y, float cosine, float sine) {
-    const float a = rounded<T>(x), b = rounded<T>(y);
-    x = rounded<T>(__fsub_rn(rounded<T>(__fmul_rn(a, cosine)), rounded<T>(__fmul_rn(b, sine))));
-    y = rounded<T>(__fadd_rn(rounded<T>(__fmul_rn(b, cosine)), rounded<T>(__fmul_rn(a, sine))));
-}
 
 template <class T>
 __device__ __forceinline__ void rope(float* x, const float* table, uint32_t tokens, uint32_t heads,

@@ -310,40 +310,6 @@ class Counts(unittest.TestCase):
         self.assertTrue(5000 < slow < 5300, slow)
         self.assertTrue(timer.clocks(trace.path, {5: [30.0] * 5}) < 400)
 
-    def test_a_load_of_prefetched_bytes_waits_for_the_second_level_cache(self):
-        # The copy engine counts 16 bytes; the lines that follow are not prefetched.
-        text = """
-.text.fetch:
-        /*0000*/                   MOV R2, c[0x0][0x160] ;
-        /*0010*/                   MOV R3, c[0x0][0x164] ;
-        /*0020*/                   R2UR UR4, R2 ;
-        /*0030*/                   R2UR UR5, R3 ;
-        /*0040*/                   UMOV UR6, %s ;
-        /*0050*/                   UBLKPF.L2 [UR4], UR6 ;
-        /*0060*/                   LDG.E R4, [R2.64+0x%x] ;
-        /*0070*/                   IADD3 R5, R4, R4, RZ ;
-        /*0080*/                   EXIT ;
-"""
-
-        def clocks(units, offset):
-            trace = traced(text % (units, offset), [launch.Buffer("x", (), True)], "fetch")
-            trace.streamed = {1}
-            timer = latency.Timer(kernel(text % (units, offset), "fetch"))
-            return cost.Meter.lone_clocks(DEVICES["H200"], trace, timer, False)
-
-        far, near = 0.7 * 1755, 270
-        self.assertGreater(clocks("0x8", 0x40), far)
-        self.assertLess(clocks("0x8", 0x40), far + near, "the prefetch was sent just before")
-        self.assertGreater(clocks("0x8", 0x80), clocks("0x8", 0x40))
-        requests = memory.Requests()
-        requests.prefetch(0, 1 << 36, 128)
-        requests.add(1, one("LDG.E R4, [R2.64]"), [(1 << 36) + 96], lanes.ALL)
-        requests.add(1, one("LDG.E R4, [R2.64]"), [(1 << 36) + 128], lanes.ALL)
-        self.assertEqual(requests.waits, {0: [True], 1: [(1, 0), 1]})
-        timer = latency.Timer(kernel(text % ("0x8", 0), "fetch"))
-        waits = {5: [True], 6: [(0, far, near)]}
-        self.assertGreater(timer.clocks([0], waits), far)
-
     def test_uniform_registers_take_the_first_lane_and_none_differs(self):
         self.assertEqual(computed("R2UR P1, UR4, R1", R1=list(range(5, 37))), {"P1": 0, "UR4": 5})
 
@@ -408,6 +374,15 @@ class Counts(unittest.TestCase):
         self.assertEqual(clocks(264), (2000, 1.0))
         self.assertEqual(clocks(265), (3000, 265 / 264))
 
+    def test_few_multiprocessors_read_the_second_level_cache_as_fast_as_their_ports_allow(self):
+        device = DEVICES["H200"]
+        mean = {"l2": 1000.0, "alu": 10.0}
+        self.assertEqual(cost.of_one(mean, 1.0, device), mean)
+        together = cost.of_one(mean, 2.0, device)
+        self.assertEqual(together, {"l2": 1000.0, "alu": 20.0})
+        alone = cost.of_one(mean, device.multiprocessors, device)
+        self.assertEqual(alone["l2"], 1000.0 * device.l2_bytes / 64)
+
 
 class Shapes(unittest.TestCase):
     def setUp(self):
@@ -435,16 +410,20 @@ class Shapes(unittest.TestCase):
                         self.assertEqual(sum(count for _, count in spec.warps), threads // 32)
                         self.assertEqual(sum(count for _, count in spec.ctas), ctas)
 
-    def test_gated_products_of_clusters_are_one_launch_with_up_to_16_rows(self):
+    def test_clusters_norm_and_activate_in_one_launch_with_up_to_16_rows(self):
         def names(device, rows):
             specs = shapes.block(self.manifest, DEVICES[device], "nf4", rows)
             return [spec.name for spec in specs]
 
-        self.assertIn("gate_up_silu", names("H100", 1))
-        self.assertNotIn("silu_mul", names("H100", 16))
+        attention = ["attention_decode", "attention_join"]
+        few = ["norm_qkv", *attention, "o", "norm_gate_up_silu", "down"]
+        for rows in [1, 16]:
+            self.assertEqual(names("H100", rows), few)
+        many = ["rmsnorm_add", "qkv", *attention, "o", "rmsnorm_add", "gate_up", "silu_mul", "down"]
         for device, rows in [("H100", 17), ("B200", 1), ("A100", 1)]:
-            self.assertNotIn("gate_up_silu", names(device, rows))
-            self.assertEqual(names(device, rows)[-3:], ["gate_up", "silu_mul", "down"])
+            self.assertEqual(names(device, rows), many)
+        packed = [name for name in names("A100", 2) if name != "pack"]
+        self.assertEqual((packed, len(names("A100", 2))), (many, len(many) + 4))
 
     def test_parameters_lie_where_the_kernel_declares_them(self):
         parameters = [1, launch.Buffer("x"), 2.0, launch.Wide(1 << 40)]
@@ -501,29 +480,8 @@ class Limits(unittest.TestCase):
         }
 
     def test_what_is_above_its_limit_is_refused(self):
-        self.assertEqual(limits.violations(self.result(H200=90, B200=300), {}), [])
-        self.assertEqual(len(limits.violations(self.result(H200=90.1), {})), 1)
-
-    def test_a_ceiling_allows_what_is_there_and_no_more(self):
-        known = {"products": {"1": {"H200": 120}}}
-        self.assertEqual(limits.violations(self.result(H200=119.5, L4=90), known), [])
-        self.assertEqual(len(limits.violations(self.result(H200=120.5, L4=91), known)), 2)
-
-    def test_ceilings_go_down_only(self):
-        known = {"products": {"1": {"H200": 120}}}
-        self.assertEqual(
-            limits.lowered(self.result(H200=110), known), {"products": {"1": {"H200": 110}}}
-        )
-        self.assertEqual(limits.lowered(self.result(H200=130), known), known)
-        self.assertEqual(limits.lowered(self.result(H200=80), known), {})
-        self.assertEqual(
-            limits.lowered(self.result(H200=120, L4=95), known), known, "no new ceiling"
-        )
-
-    def test_ceilings_are_kept_as_they_are_read(self):
-        known = {"b": {"1": {"H200": 120, "L4": 91}, "8": {"L4": 92}}, "a": {"32": {"L4": 200}}}
-        self.assertEqual(json.loads(limits.text(known)), known)
-        self.assertEqual(json.loads(limits.text({})), {})
+        self.assertEqual(limits.violations(self.result(H200=90, B200=300)), [])
+        self.assertEqual(len(limits.violations(self.result(H200=90.1, L4=91))), 2)
 
 
 def shapes_root():

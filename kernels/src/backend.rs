@@ -8,11 +8,12 @@
 
 use std::ops::Range;
 
+use crate::ops::fused::pair;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gated, Gather, Gelu,
-    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
-    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
-    SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, AppendAttention, Attention, AttentionGrad, Expert,
+    Gated, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture,
+    MixtureGrad, NormGrad, NormedProducts, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend,
+    RopeTable, SiluMul, SiluMulGrad, SplitQkv, SumPlace,
 };
 use crate::tensor::WeightView;
 
@@ -110,6 +111,20 @@ pub trait Backend {
         &mut self,
         args: Attention<'_, Self::Floats, Self::Pages<'_>>,
     ) -> Result<(), OpError>;
+    /// Sum, norm, and products of what comes out. Says where the sum is.
+    fn normed_products(
+        &mut self,
+        args: NormedProducts<'_, '_, Self::Floats, Self::Matrix<'_>>,
+    ) -> Result<SumPlace, OpError> {
+        norm_then_multiply(self, args)
+    }
+    /// Rotation, append and attention of new tokens.
+    fn append_attention(
+        &mut self,
+        args: AppendAttention<'_, Self::Floats, Self::Pages<'_>>,
+    ) -> Result<(), OpError> {
+        append_then_attend(self, args)
+    }
     /// Middle of a gated MLP.
     fn silu_mul(&mut self, args: SiluMul<'_, Self::Floats>) -> Result<(), OpError>;
     /// Middle of a plain MLP.
@@ -156,4 +171,38 @@ pub trait Backend {
         &mut self,
         args: MixtureGrad<'_, Self::Floats, Self::Experts<'_>, Self::Adapters<'_>>,
     ) -> Result<(), OpError>;
+}
+
+/// [`Backend::normed_products`] as the operations that it stands for.
+pub(crate) fn norm_then_multiply<B: Backend + ?Sized>(
+    backend: &mut B,
+    mut args: NormedProducts<'_, '_, B::Floats, B::Matrix<'_>>,
+) -> Result<SumPlace, OpError> {
+    let AddNorm { x, y, weight, bias, out, rows, width, eps, round } = &mut args.norm;
+    let (rows, width, eps, round) = (*rows, *width, *eps, *round);
+    let (x, y, weight, bias, out) = (&mut **x, *y, *weight, *bias, &mut **out);
+    backend.add_norm(AddNorm { x, y, weight, bias, out, rows, width, eps, round })?;
+    let is_gated = args.is_gated;
+    let (x, mut parts) = args.products();
+    match is_gated {
+        true => backend.gated(Gated { x, rows, parts: pair(parts)?, round })?,
+        false => backend.products(Products { x, rows, parts: &mut parts })?,
+    }
+    Ok(SumPlace::X)
+}
+
+/// [`Backend::append_attention`] as the operations that it stands for.
+pub(crate) fn append_then_attend<B: Backend + ?Sized>(
+    backend: &mut B,
+    mut args: AppendAttention<'_, B::Floats, B::Pages<'_>>,
+) -> Result<(), OpError> {
+    let (rows, group) = (args.rows, args.group);
+    let (q, k, v, pages) = (&mut *args.q, &mut *args.k, args.v, &mut *args.pages);
+    match args.table {
+        Some(table) => {
+            backend.rope_append(RopeAppend { q, k, v, table, rows, group, pages })?;
+        }
+        None => backend.kv_append(KvAppend { keys: &*k, values: v, rows, pages })?,
+    }
+    backend.attention(args.attention())
 }

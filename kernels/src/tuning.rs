@@ -115,6 +115,12 @@ pub fn linear_takes_panels(rows: usize, inputs: usize) -> bool {
     rows > most && inputs >= 64
 }
 
+/// Whether a product of bfloat16 pairs goes over packed panels, as above. Measured 2026-11-27 on an AMD EPYC (Zen 5): 64
+/// rows of quantized matrices are faster without panels, 128 of all formats with them.
+pub fn pairs_take_panels(rows: usize, inputs: usize) -> bool {
+    rows > 64 && inputs >= 64
+}
+
 /// Whether a gradient of a product without bfloat16 pairs goes over packed f32 panels. Both ways
 /// have the same bits.
 pub fn gradient_takes_panels(rows: usize) -> bool {
@@ -127,10 +133,9 @@ pub fn panel_steps(lanes: usize) -> usize {
     2048 / lanes
 }
 
-/// Most rows that share decoded panels: their sums, 2 KiB per row and thread, take half of the
-/// second-level cache. Measured 2026-11-23 on an AMD EPYC: as fast as 512, and faster beside other
-/// load.
-pub const PANEL_GROUP_ROWS: usize = 256;
+/// Most rows that share decoded panels. Measured 2026-11-27 on an AMD EPYC (Zen 5): 512 rows at a time are 4 to 8 % faster
+/// than 256.
+pub const PANEL_GROUP_ROWS: usize = 512;
 
 /// Columns of a piece of a product with a transposed matrix, a multiple of 64: wide, so that rows
 /// of the matrix are read in long parts, but several pieces per thread.
@@ -248,6 +253,11 @@ pub fn cuda_gemv(
     let left = shared_bytes.min(112 << 10).saturating_sub(table_bytes);
     let stages = (left / (STAGE_PER_TILE * m)).clamp(2, 4);
     CudaGemv { m, n, stages, shared_bytes: table_bytes + stages * STAGE_PER_TILE * m }
+}
+
+/// Bytes of so many rows, a multiple of 8, as `linear_pack.cu` makes them.
+pub fn cuda_packed_bytes(inputs: usize, rows: usize) -> usize {
+    inputs.saturating_mul(rows * 2)
 }
 
 /// Sizes of a launch of `linear_cluster.cu`.
@@ -368,6 +378,14 @@ pub fn cuda_attention_splits(multiprocessors: usize, pairs: usize) -> usize {
     (2 * HELD * multiprocessors.max(1)).div_ceil(pairs.max(1)).clamp(1, 1024)
 }
 
+/// Rows of threads of a CTA of `attention_join` for so many pairs of a token and a head: each
+/// multiprocessor has registers for about 16 warps of it, which one wave of CTAs is to have. None of
+/// this changes a result. Not measured on a device yet.
+pub fn cuda_attention_mergers(multiprocessors: usize, pairs: usize) -> usize {
+    let rows = 16 * multiprocessors.max(1) / pairs.max(1);
+    rows.clamp(1, sizes::attention_decode::MERGERS)
+}
+
 /// Most bytes of workspace of attention in recorded decode steps: a quarter of a million positions
 /// of a 70B model.
 pub const CUDA_STEP_WORKSPACE_BYTES: usize = 128 << 20;
@@ -401,16 +419,17 @@ mod tests {
 
     #[test]
     fn products_of_clusters_fit_the_device() {
-        // An H200; the fewest inputs.
-        for (inputs, multiprocessors) in [(8192, 132), (28672, 132), (1856, 4)] {
+        use sizes::linear_cluster::{CLUSTER, SEGMENTS};
+        // An H200; the fewest inputs on a device too small for the rule of 16, which gets one cluster.
+        for (inputs, multiprocessors) in [(8192, 132), (28672, 132), (1856, 16), (1856, 4)] {
             for rows in [1, 2, 8, 9, 16, 17, 32] {
                 for is_nf4 in [false, true] {
                     let shape = (512, inputs, rows);
                     let sizes = cuda_cluster(shape, is_nf4, multiprocessors, 227 << 10);
-                    let segment = inputs.div_ceil(256).div_ceil(8) * 4;
+                    let segment = inputs.div_ceil(256).div_ceil(SEGMENTS) * 4;
                     assert!(sizes.shared_bytes <= 227 << 10, "{shape:?}: {sizes:?}");
                     assert!((1..=segment).contains(&sizes.window), "{shape:?}: {sizes:?}");
-                    assert!(sizes.grid <= multiprocessors.next_multiple_of(4), "{shape:?}");
+                    assert!(sizes.grid <= multiprocessors.max(CLUSTER), "{shape:?}");
                     assert!([1, 8, 16, 32][sizes.variant] >= rows);
                 }
             }

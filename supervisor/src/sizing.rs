@@ -489,19 +489,19 @@ pub(crate) mod tests {
         };
         // 8192 tokens of a request take 512 + 256 pages of 64 KiB, and 64 MiB of sums.
         let fixed = 256 + 100 + 48 + 64;
-        // 84 launches of recorded steps take 64 KiB each, and what one appends two pages.
+        // 180 launches of recorded steps take 64 KiB each, and what one appends two pages.
         let exactly = |blocks: u64, count| {
-            on_device((fixed << 20) + blocks * ((536 << 20) + 86 * 65536), count)
+            on_device((fixed << 20) + blocks * ((536 << 20) + 182 * 65536), count)
         };
         assert_eq!(exactly(7, 1).fit(SpanChoice::All, &facts), Ok(7));
         assert_eq!(exactly(7, 2).fit(SpanChoice::All, &facts), Ok(14));
         assert_eq!(exactly(90, 1).fit(SpanChoice::Count(80), &facts), Ok(80));
-        let short = on_device((fixed << 20) + 7 * ((536 << 20) + 86 * 65536) - 1, 1);
+        let short = on_device((fixed << 20) + 7 * ((536 << 20) + 182 * 65536) - 1, 1);
         assert_eq!(short.fit(SpanChoice::All, &facts), Ok(6));
         let refusal = short.fit(SpanChoice::Count(7), &facts).unwrap_err();
         for part in [
-            "7 blocks of llama-70b need 7 x (440.0 MiB of weights + 96.0 MiB of KV cache + 5.4 MiB of recorded steps) + 468.0 MiB for work memory",
-            "on cuda:0, and 4257.6 MiB of its memory are free: 6 would fit",
+            "7 blocks of llama-70b need 7 x (440.0 MiB of weights + 96.0 MiB of KV cache + 11.4 MiB of recorded steps) + 468.0 MiB for work memory",
+            "on cuda:0, and 4299.6 MiB of its memory are free: 6 would fit",
         ] {
             assert!(refusal.contains(part), "{refusal}");
         }
@@ -516,7 +516,7 @@ pub(crate) mod tests {
     fn unequal_devices_hold_what_each_has_memory_for() {
         let facts = llama_70b();
         let fixed = 256 + 100 + 48 + 64;
-        let block = (536 << 20) + 86 * 65536;
+        let block = (536 << 20) + 182 * 65536;
         let with = |ordinal, blocks: u64| DeviceMemory {
             device: Device::Cuda(ordinal),
             free_bytes: (fixed << 20) + blocks * block,
@@ -588,9 +588,9 @@ pub(crate) mod tests {
             copied_bytes: 60 << 20,
             is_slow: false,
         };
-        // A quarter and three quarters: pages of 16 and 48 KiB, 102 launches of recorded steps, which append two pages.
+        // A quarter and three quarters: pages of 16 and 48 KiB, 216 launches of recorded steps, which append two pages.
         let block = |kv_heads: u64, mib: u64| {
-            ((mib + 12 * kv_heads) << 20) + 102 * 65536 + kv_heads * 16384
+            ((mib + 12 * kv_heads) << 20) + 216 * 65536 + kv_heads * 16384
         };
         let fixed = |kv_heads: u64| (256 + 100 + 4 + 14 * kv_heads) << 20;
         let card = |ordinal, free_bytes| DeviceMemory {
@@ -614,7 +614,7 @@ pub(crate) mod tests {
             assert_eq!(of.most_per_group(&facts, &groups), [most]);
         }
         let refusal = with(9, 7).fit(SpanChoice::Count(8), &facts).unwrap_err();
-        let part = "8 x (331.0 MiB of weights + 72.0 MiB of KV cache + 6.5 MiB of recorded steps) + 444.0 MiB for work memory";
+        let part = "8 x (331.0 MiB of weights + 72.0 MiB of KV cache + 13.6 MiB of recorded steps) + 444.0 MiB for work memory";
         assert!(refusal.contains(part) && refusal.contains("on cuda:1"), "{refusal}");
         assert!(refusal.contains("7 would fit"), "{refusal}");
         // What the workers copy out of the files is in the memory of the machine, and a mirror of

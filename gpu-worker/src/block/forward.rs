@@ -13,9 +13,9 @@
 //! block at once, experts one by one. In a group of one nothing is exchanged.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, Attention, ExpertAdapters, Gated, Gelu, Inputs, KvAppend,
-    Layernorm, Mixture, MixtureWorkspace, OpError, Product, Products, PromptAdd, Rmsnorm,
-    RopeAppend, RopeTable, SiluMul, SplitQkv,
+    Adapt, Add, AddNorm, Alibi, AppendAttention, Attention, ExpertAdapters, Gated, Gelu, Inputs,
+    KvAppend, Layernorm, Mixture, MixtureWorkspace, NormedProducts, OpError, Product, Products,
+    PromptAdd, Rmsnorm, RopeAppend, RopeTable, SiluMul, SplitQkv, SumPlace,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 use model::{BlockSpec, Position, Residual};
@@ -152,7 +152,8 @@ fn begin<'a, 'w, B: Backend>(
 /// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows, without prompts:
 /// the last sum of the block before, which left its summand in `work`, is made with the first norm
 /// of this one, and that of this one is left to the next. [`open_run`] goes before the first block,
-/// [`close_run`] after the last; the bits are those of the blocks one by one.
+/// [`close_run`] after the last; the bits are those of the blocks one by one. `work` was made ready
+/// by [`Workspace::grow_for_runs`].
 ///
 /// # Errors
 /// Those of [`forward`].
@@ -165,9 +166,7 @@ pub fn forward_joined<B: Backend>(
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    let mut pass = Joined::new(backend, spec, weights, work, input);
-    pass.pass.add_norm(hidden, pass.branch, &weights.attention_norm, pass.normed)?;
-    pass.halves(hidden, pages, SavedActivations::default())
+    Joined::new(backend, spec, weights, work, input).step(hidden, pages)
 }
 
 /// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing`
@@ -245,39 +244,81 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         })
     }
 
-    /// Queries, keys and values of `x` `[tokens, hidden]`, the latter two in `pages`.
-    pub(super) fn heads(
-        &mut self,
-        x: &B::Floats,
-        heads: &mut Heads<B>,
-        pages: &mut B::Pages<'_>,
-    ) -> Result<(), OpError> {
+    /// Queries, keys and values of `x` `[tokens, hidden]`, before rotation.
+    pub(super) fn heads(&mut self, x: &B::Floats, heads: &mut Heads<B>) -> Result<(), OpError> {
         self.project(x, heads)?;
         self.norm_queries(heads)?;
-        self.norm_keys(heads)?;
-        self.append(heads, pages)
+        self.norm_keys(heads)
     }
 
-    /// Attention of `q`, and the matrix behind it, into `out` `[tokens, hidden]`; `attended`
-    /// `[tokens, heads, head_dim]` is what lies between, and beside it, where a gradient will want
-    /// it, what [`Attention`] tells of its scores.
+    /// [`heads`](Self::heads) of the norm of `x` and `branch`, whose sum goes to `x` or `beside`.
+    fn heads_of_sum(
+        &mut self,
+        x: &mut B::Floats,
+        branch: &B::Floats,
+        (beside, normed): (&mut B::Floats, &mut B::Floats),
+        heads: &mut Heads<B>,
+    ) -> Result<SumPlace, OpError> {
+        let norm = &self.weights.attention_norm;
+        let place = match &self.weights.qkv {
+            QkvWeights::Separate(qkv) if !self.is_adapted(qkv) => {
+                let [q, k, v] = qkv;
+                let mut parts = [
+                    product(q, &mut *heads.q),
+                    product(k, &mut *heads.k),
+                    product(v, &mut *heads.v),
+                ];
+                let norm = self.norm_of_sum(x, branch, norm, normed);
+                let (sum, parts, is_gated) = (beside, &mut parts[..], false);
+                self.backend.normed_products(NormedProducts { norm, sum, parts, is_gated })?
+            }
+            _ => {
+                self.add_norm(x, branch, norm, normed)?;
+                self.project(normed, heads)?;
+                SumPlace::X
+            }
+        };
+        self.norm_queries(heads)?;
+        self.norm_keys(heads)?;
+        Ok(place)
+    }
+
+    /// Attention of the new tokens into `heads.attended`; their keys and values go to `pages`.
+    /// Queries, keys and values are as the matrices and norms have left them. Where they are to be
+    /// saved, `queries` gets the rotated queries.
+    fn attend_new(
+        &mut self,
+        heads: &mut Heads<B>,
+        queries: Option<&mut B::Floats>,
+        pages: &mut B::Pages<'_>,
+    ) -> Result<(), OpError> {
+        if queries.is_some() {
+            self.append(heads, pages)?;
+            self.save(&heads.q, queries, self.spec.heads * self.spec.head_dim)?;
+            return self.attend(&heads.q, (&mut heads.attended, None), pages);
+        }
+        self.backend.append_attention(AppendAttention {
+            q: &mut *heads.q,
+            k: &mut *heads.k,
+            v: &*heads.v,
+            table: self.is_rotated().then_some(&*heads.table),
+            rows: self.rows,
+            group: self.spec.group(),
+            pages,
+            divisor: self.divisor(),
+            alibi: self.alibi(),
+            window: self.spec.window.unwrap_or(usize::MAX),
+            out: &mut *heads.attended,
+        })
+    }
+
+    /// Attention of the rotated `q` over `pages`, which hold the new tokens, into `attended`
+    /// `[tokens, heads, head_dim]`, and beside it, where a gradient will want it, what
+    /// [`Attention`] tells of its scores.
     pub(super) fn attend(
         &mut self,
         q: &B::Floats,
         (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
-        out: &mut B::Floats,
-        pages: &mut B::Pages<'_>,
-    ) -> Result<(), OpError> {
-        self.attend_part(q, (&mut *attended, logsum), &mut *out, pages)?;
-        self.whole([CutProduct { x: attended, linear: &self.weights.o, out }])
-    }
-
-    /// [`attend`](Self::attend) but for [`whole`](Self::whole).
-    fn attend_part(
-        &mut self,
-        q: &B::Floats,
-        (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
-        out: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
         self.backend.attention(Attention {
@@ -288,10 +329,19 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             divisor: self.divisor(),
             alibi: self.alibi(),
             window: self.spec.window.unwrap_or(usize::MAX),
-            out: &mut *attended,
+            out: attended,
             logsum,
-        })?;
-        self.part(attended, &self.weights.o, self.tokens, out)
+        })
+    }
+
+    /// The product of what attention made with its matrix, into `out` `[tokens, hidden]`.
+    pub(super) fn out_of(
+        &mut self,
+        attended: &B::Floats,
+        out: &mut B::Floats,
+    ) -> Result<(), OpError> {
+        self.part(attended, &self.weights.o, self.tokens, &mut *out)?;
+        self.whole([CutProduct { x: attended, linear: &self.weights.o, out }])
     }
 
     /// Copies values of the tokens to `place`, if they are to be saved.
@@ -305,6 +355,10 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             Some(place) => self.backend.copy(values, place, self.tokens * width),
             None => Ok(()),
         }
+    }
+
+    fn is_rotated(&self) -> bool {
+        matches!(self.spec.position, Position::Rope { .. })
     }
 
     /// What scores are divided by.
@@ -346,9 +400,9 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
     /// Rotates queries and keys, and puts keys and values into their pages.
     fn append(&mut self, heads: &mut Heads<B>, pages: &mut B::Pages<'_>) -> Result<(), OpError> {
-        let Position::Rope { .. } = &self.spec.position else {
+        if !self.is_rotated() {
             return self.append_keys(heads, pages);
-        };
+        }
         self.backend.rope_append(RopeAppend {
             q: &mut *heads.q,
             k: &mut *heads.k,

@@ -181,7 +181,7 @@ fn recorded_steps_have_the_bits_of_direct_ones_and_are_recorded_once() {
     let mut recorded = Bench::new(&model, &weights, 3);
     recorded.engine.record_steps().unwrap();
     let warm = recorded.engine.steps.recorded();
-    assert_eq!(warm, 6 * u64::from(BLOCKS), "1, 2, 4, 8, 16 and 32 tokens");
+    assert_eq!(warm, 6 * (u64::from(BLOCKS) + 1), "1, 2, 4, 8, 16 and 32 tokens, and a run");
     let got = recorded.talk([None; 3]);
     assert!(got == expected, "recorded steps differ");
     assert_eq!(recorded.engine.steps.recorded(), warm, "nothing is recorded again");
@@ -199,13 +199,15 @@ fn mixtures_of_experts_are_recorded_and_have_the_bits_of_direct_steps() {
         let mut recorded = Bench::new(&model, &weights, 3);
         recorded.engine.record_steps().unwrap();
         let warm = recorded.engine.steps.recorded();
-        assert_eq!(warm, 6 * u64::from(BLOCKS));
+        assert_eq!(warm, 6 * (u64::from(BLOCKS) + 1));
         let got = recorded.talk([None; 3]);
         assert!(got == expected, "recorded steps differ");
         assert_eq!(recorded.engine.steps.recorded(), warm);
         assert_eq!(recorded.longest, BLOCKS);
-        let launches = recorded.engine.steps.launches(0, 1).expect("a recording");
-        assert!(launches <= 13, "{launches} launches");
+        for (tokens, most) in [(1, 12), (8, 15)] {
+            let launches = recorded.engine.steps.launches(0, tokens).expect("a recording");
+            assert!(launches <= most, "{launches} launches");
+        }
         // A decode step takes nothing of the device any more.
         let before = recorded.engine.backend.taken();
         recorded.steps(&[(0, 1, None), (1, 1, None), (2, 1, None)]);
@@ -246,12 +248,12 @@ fn blocks_with_other_sums_and_norms_are_recorded_with_the_bits_of_direct_steps()
 
 #[test]
 fn steps_with_adapters_and_deep_prompts_are_recorded_and_have_the_bits_of_direct_ones() {
-    recorded_with_adapters(&model(2), 10);
+    recorded_with_adapters(&model(2), 9);
 }
 
 #[test]
 fn adapters_beside_experts_are_recorded_and_have_the_bits_of_direct_ones() {
-    recorded_with_adapters(&mixture(QuantType::Nf4, 2), 13);
+    recorded_with_adapters(&mixture(QuantType::Nf4, 2), 12);
 }
 
 /// `most` launches of a block without adapters.
@@ -261,7 +263,7 @@ fn recorded_with_adapters(model: &Model, most: u64) {
     let mut recorded = Bench::new(model, &weights, 3);
     recorded.engine.record_steps().unwrap();
     let warm = recorded.engine.steps.recorded();
-    assert_eq!(warm, 12 * u64::from(BLOCKS), "with adapters and without");
+    assert_eq!(warm, 6 * (2 * u64::from(BLOCKS) + 1), "with adapters and without, and a run");
     let plain = recorded.engine.steps.launches(0, 1).expect("a recording");
     assert!(plain <= most, "{plain} launches of a step without adapters");
     let mut seen: Vec<Vec<Vec<u8>>> = Vec::new();
@@ -291,10 +293,11 @@ fn a_recorded_block_is_a_handful_of_launches() {
     let mut bench = Bench::new(&model, &weights, 1);
     assert_eq!(bench.engine.steps.launches(0, 1), None);
     bench.engine.record_steps().unwrap();
-    for tokens in [1, 8, 32] {
+    // Products of several tokens have a launch more.
+    for (tokens, most) in [(1, 9), (8, 13), (32, 13)] {
         let launches = bench.engine.steps.launches(0, tokens).expect("a recording");
         println!("{launches} launches for {tokens} tokens through a Llama block in NF4");
-        assert!(launches <= 10, "{launches} launches");
+        assert!(launches <= most, "{launches} launches");
     }
 }
 

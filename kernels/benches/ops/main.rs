@@ -6,8 +6,9 @@
 //! [--ggml PROGRAM]
 //!
 //! `--only` takes rows whose name contains the word. `--isa` computes with a lesser instruction set
-//! than the machine has: `avx512bf16`, `avx512`, `avx2` or `portable`. `--torch` names a Python that has PyTorch,
-//! `--ggml` what was built of `ggml_ops.c` with llama.cpp's library: products of bfloat16, INT8 and
+//! than the machine has: `avx512bf16`, `avx512`, `avx2` or `portable`. `--torch` names a Python that has PyTorch, which
+//! computes in the type of the row and in float32, with the same instruction set; the faster of both is printed.
+//! `--ggml` names what was built of `ggml_ops.c` with llama.cpp's library: products of bfloat16, INT8 and
 //! NF4 are compared with its bf16, q8_0 and q4_0. With one thread times are CPU times: what other
 //! processes take away is not counted. Weights are walked in a ring larger than the caches, as a
 //! decode step walks the blocks of a model. Numbers are the least of many.
@@ -45,7 +46,7 @@ fn main() {
         |name: &str| name.contains(only) && !(only.is_empty() && name.starts_with("quantize"));
     let words = (0..Shapes::BENCHMARK.ring_bytes / 2).map(|i| (i % 251) as u16 | 0x3c00);
     let ring: Vec<u8> = words.flat_map(u16::to_le_bytes).collect();
-    let mut bench = Bench::new(threads, after("--torch"), after("--ggml"), &ring);
+    let mut bench = Bench::new((threads, isa), after("--torch"), after("--ggml"), &ring);
     for operation in operations::<Cpu>() {
         let mut measurement = Measurement {
             shapes: &Shapes::BENCHMARK,
@@ -90,8 +91,8 @@ fn load() -> String {
 }
 
 /// What the peers are asked beside a row, by its name: `linear bfloat16 nf4 4096x2048 rows 16`,
-/// `attention bfloat16 32/8x128 2047+1`. PyTorch has no such formats and multiplies bfloat16 in
-/// their place; ggml has products of one of the same class.
+/// `attention bfloat16 32/8x128 2047+1`. PyTorch has no such formats and multiplies the type of the
+/// row in their place; ggml has products of one of the same class.
 fn requests(name: &str) -> Requests {
     let words: Vec<&str> = name.split([' ', 'x', '/', '+']).collect();
     match words[..] {

@@ -7,6 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::cases::{Row, Work};
+use kernels::cpu::Isa;
 use kernels::cpu::pool::Pool;
 use nix::time::{ClockId, clock_gettime};
 
@@ -16,16 +17,25 @@ const READ_BYTES: usize = 16 << 20;
 const ROW_TIME: Duration = Duration::from_millis(700);
 
 /// What was measured: the least of many each.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Times {
     /// The operation, ns.
     pub own: f64,
-    /// PyTorch's, ns.
-    pub torch: Option<f64>,
-    /// ggml's, ns.
-    pub ggml: Option<f64>,
+    /// PyTorch's, in its fastest type.
+    pub torch: Option<PeerTime>,
+    /// ggml's.
+    pub ggml: Option<PeerTime>,
     /// Read bandwidth, bytes per ns.
     pub bandwidth: f64,
+}
+
+/// What a peer answered.
+#[derive(Clone, Debug)]
+pub struct PeerTime {
+    /// ns.
+    time: f64,
+    /// How it computed, where it had the choice.
+    how: String,
 }
 
 /// What the peers are asked beside an operation; empty for nothing.
@@ -48,9 +58,10 @@ pub struct Bench<'r> {
 
 impl<'r> Bench<'r> {
     /// For `threads` threads; with one, times are CPU times, so that other processes cost nothing
-    /// but cache. The bandwidth is that of reading `ring`.
+    /// but cache. PyTorch has the instructions of `isa` alone. The bandwidth is that of reading
+    /// `ring`.
     pub fn new(
-        threads: usize,
+        (threads, isa): (usize, Isa),
         python: Option<&str>,
         ggml: Option<&str>,
         ring: &'r [u8],
@@ -63,8 +74,10 @@ impl<'r> Bench<'r> {
                 ClockId::CLOCK_MONOTONIC
             },
             reader: Pool::new(threads),
-            torch: python.and_then(|python| Peer::start(python, &["-B", script], threads)),
-            ggml: ggml.and_then(|program| Peer::start(program, &[], threads)),
+            torch: python.and_then(|python| {
+                Peer::start(python, &["-B", script], threads, &torch_limits(isa))
+            }),
+            ggml: ggml.and_then(|program| Peer::start(program, &[], threads, &[])),
             ring,
         }
     }
@@ -127,18 +140,33 @@ impl Times {
             0 => String::new(),
             _ => format!("{:7.1} GFLOP/s", flops as f64 / self.own),
         };
-        let beside = |peer: &str, time: Option<f64>| {
-            time.map_or_else(String::new, |time| {
-                format!("{peer} {:9.1} {:5.2} x", time / 1e3, time / self.own)
+        let beside = |peer: &str, answer: &Option<PeerTime>| {
+            answer.as_ref().map_or_else(String::new, |PeerTime { time, how }| {
+                format!("{peer} {how} {:9.1} {:5.2} x", time / 1e3, time / self.own)
             })
         };
         println!(
-            "{name:44} {:11.1} µs {share:20} {rate:15} {:26} {}",
+            "{name:44} {:11.1} µs {share:20} {rate:15} {:35} {}",
             self.own / 1e3,
-            beside("torch", self.torch),
-            beside("ggml", self.ggml)
+            beside("torch", &self.torch),
+            beside("ggml", &self.ggml)
         );
     }
+}
+
+/// Environment in which PyTorch's libraries keep to the instructions of `isa`.
+fn torch_limits(isa: Isa) -> Vec<(&'static str, &'static str)> {
+    let (onednn, mkl, own) = match isa {
+        Isa::Avx512Bf16 => ("AVX512_CORE_BF16", "AVX512", "avx512"),
+        Isa::Avx512 => ("AVX512_CORE_VNNI", "AVX512", "avx512"),
+        Isa::Avx2 => ("AVX2", "AVX2", "avx2"),
+        _ => return Vec::new(),
+    };
+    vec![
+        ("ONEDNN_MAX_CPU_ISA", onednn),
+        ("MKL_ENABLE_INSTRUCTIONS", mkl),
+        ("ATEN_CPU_CAPABILITY", own),
+    ]
 }
 
 /// A process that times an operation for each line.
@@ -150,10 +178,16 @@ struct Peer {
 
 impl Peer {
     /// None, and a line that says why, when the program does not start, or has not what it needs.
-    fn start(program: &str, arguments: &[&str], threads: usize) -> Option<Peer> {
+    fn start(
+        program: &str,
+        arguments: &[&str],
+        threads: usize,
+        environment: &[(&str, &str)],
+    ) -> Option<Peer> {
         let mut child = Command::new(program)
             .args(arguments)
             .arg(threads.to_string())
+            .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -172,20 +206,23 @@ impl Peer {
     }
 
     /// Asks the peer, if there is one and something to ask, and keeps the least time.
-    fn least(peer: &mut Option<Peer>, request: &str, least: &mut Option<f64>) {
+    fn least(peer: &mut Option<Peer>, request: &str, least: &mut Option<PeerTime>) {
         if let Some(peer) = peer
             && !request.is_empty()
         {
-            let time = peer.ask(request);
-            *least = Some(least.map_or(time, |least| least.min(time)));
+            let answer = peer.ask(request);
+            if least.as_ref().is_none_or(|least| answer.time < least.time) {
+                *least = Some(answer);
+            }
         }
     }
 
-    fn ask(&mut self, request: &str) -> f64 {
+    fn ask(&mut self, request: &str) -> PeerTime {
         let mut line = String::new();
         writeln!(self.requests, "{request}").expect("the helper lives");
         self.answers.read_line(&mut line).expect("the helper lives");
-        line.trim().parse().expect("the helper answers in nanoseconds")
+        let (time, how) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
+        PeerTime { time: time.parse().expect("nanoseconds, then how"), how: how.to_owned() }
     }
 }
 

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 
 from . import launch, latency, pipes, warp
+from .devices import L2_PORT
 from .images import store
 
 # Between the end of a kernel and the start of the next one in a graph. Source: Spector et al.,
@@ -177,11 +178,6 @@ class Meter:
         far = device.memory_latency * device.clock
 
         def latency_of(number):
-            if type(number) is bool:
-                return number
-            if type(number) is tuple:
-                buffer, prefetch = number
-                return (prefetch, latency_of(buffer), device.l2_latency)
             if number < 0:
                 return latency.CACHED
             if number == 0:
@@ -205,7 +201,7 @@ class Meter:
             share = now / working
             on_one = -(-now // device.multiprocessors)
             evenly = now / device.multiprocessors
-            busiest = max(mean[pipe] for pipe in pipes.PIPES) * share * on_one / evenly
+            busiest = max(of_one(mean, on_one / evenly, device).values()) * share
             rate = device.reached
             if spec.in_flight:
                 rate = min(rate, now * spec.in_flight / (device.memory_latency * 1e-6))
@@ -230,6 +226,19 @@ class Meter:
         # The system takes 1 KiB of shared memory per CTA.
         by_shared = (device.shared << 10) // (spec.shared + use["shared"] + 1024)
         return max(1, min(by_registers, by_shared, device.warps // warps, device.ctas))
+
+
+def of_one(mean, factor, device):
+    """Clocks of the multiprocessor that has `factor` times as much work as the `mean` one, by pipe.
+
+    The second-level cache serves few as fast as their ports take it, and all together no faster.
+    """
+    port = device.l2_bytes_per_clock / L2_PORT
+    return {
+        pipe: clocks * (max(1.0, factor * port) if pipe == "l2" else factor)
+        for pipe, clocks in mean.items()
+        if pipe in pipes.PIPES
+    }
 
 
 def makespan(jobs, slots):

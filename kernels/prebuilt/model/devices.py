@@ -17,6 +17,9 @@ Bandwidth, multiprocessors, clocks and caches are those of NVIDIA's data sheets 
 
 import dataclasses
 
+# Bytes of the second-level cache per clock that one multiprocessor takes.
+L2_PORT = 64.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -54,8 +57,8 @@ class Device:
 
     @property
     def l2_bytes_per_clock(self):
-        """Bytes of the second-level cache per clock and multiprocessor; its port has 64."""
-        return min(64.0, self.l2_bytes / self.multiprocessors)
+        """Bytes of the second-level cache per clock and multiprocessor, if all read."""
+        return min(L2_PORT, self.l2_bytes / self.multiprocessors)
 
 
 #       name  arch  SMs  boost clock GB/s  share  KiB KiB  L2 L2 B/clk  LSU mma  warps CTAs

@@ -46,29 +46,22 @@ class Timer:
     def clocks(self, path, waits, overlaps=False):
         """Clocks of a path of blocks; `waits` has the latencies of each load's executions.
 
-        The latency of a load whose bytes were prefetched is (number of the prefetch, its latency,
-        latency of the second-level cache).
-
         Where a launch `overlaps` the one before it, its clocks begin at its wait (ACQBULK): what
         comes before runs beside the last launch, and loads from there have arrived.
         """
         begin = 0.0
-        ready, now, last, groups, copies, prefetched = {}, 0.0, 0.0, [], 0.0, []
+        ready, now, last, groups, copies = {}, 0.0, 0.0, [], 0.0
         waits = {at: iter(latencies) for at, latencies in waits.items()}
         for start in path:
             for at, op, read, written, latency, left in self.blocks[start]:
                 if op == "ACQBULK" and overlaps:
                     now = max([now, copies, *ready.values()])
                     begin, last = now, now
-                    prefetched = [float("-inf")] * len(prefetched)
                 for name in read:
                     if ready.get(name, 0.0) > now:
                         now = ready[name]
                 if op == "LDGSTS":
                     copies = max(copies, now + next(waits[at], 0.0) if at in waits else 0.0)
-                elif op == "UBLKPF":
-                    if next(waits[at], False):
-                        prefetched.append(now)
                 elif op == "LDGDEPBAR":
                     groups.append(copies)
                 elif op == "DEPBAR" and left is not None:
@@ -77,9 +70,6 @@ class Timer:
                 else:
                     if op == "LDG" and at in waits:
                         latency = next(waits[at], latency)
-                        if type(latency) is tuple:
-                            number, far, near = latency
-                            latency = max(near, prefetched[number] + far - now)
                     done = now + latency
                     for name in written:
                         ready[name] = done

@@ -39,13 +39,9 @@ class Requests:
     # {(buffer, is a store): sectors of 32 bytes between this warp and the second-level cache}.
     sectors: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     # {instruction of a load: for each execution the buffer whose bytes it waits for; 0: none, -1:
-    # the first-level cache has them; a pair of the buffer and the number of the prefetch that
-    # brings them. Of a prefetch, whether it was sent}.
+    # the first-level cache has them}.
     waits: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _seen: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
-    # {sector: number of the prefetch that brings it to the second-level cache}, and how many.
-    _prefetched: dict = dataclasses.field(default_factory=dict)
-    prefetches: int = 0
 
     def add(self, at, one, addresses, active):
         """One request of the lanes `active`."""
@@ -71,32 +67,8 @@ class Requests:
                 is_new = self.touch(address, size, active, is_store)
                 past_cache = "BYPASS" in one.mods or "NA" in one.mods
                 buffer = lanes.lane(address, 0) >> BUFFER_SHIFT
-                waits_for = buffer if is_new or past_cache else -1
-                if self._prefetched and waits_for > 0 and one.op == "LDG":
-                    waits_for = self.prefetched(address, active, buffer)
-                self.waits[at].append(waits_for)
+                self.waits[at].append(buffer if is_new or past_cache else -1)
         self.wavefronts[at] += count
-
-    def prefetch(self, at, start, size):
-        """One bulk prefetch of `size` bytes."""
-        self.waits[at].append(size > 0)
-        if size:
-            for sector in range(start >> 5, (start + size - 1 >> 5) + 1):
-                self._prefetched.setdefault(sector, self.prefetches)
-            self.prefetches += 1
-
-    def prefetched(self, address, active, buffer):
-        """What a load waits for: the buffer, with the last prefetch if all bytes are prefetched."""
-        every = [address] if type(address) is int else address
-        last = -1
-        for at, byte in enumerate(every):
-            if type(address) is not int and not active >> at & 1:
-                continue
-            number = self._prefetched.get(byte >> 5)
-            if number is None:
-                return buffer
-            last = max(last, number)
-        return (buffer, last)
 
     def touch(self, address, size, active, is_store):
         """Adds the sectors of a request; whether the first-level cache lacked one of them."""
@@ -120,7 +92,6 @@ class Requests:
         for key, seen in self._seen.items():
             self.sectors[key] += len(seen)
         self._seen.clear()
-        self._prefetched.clear()
 
 
 def matrices(one):

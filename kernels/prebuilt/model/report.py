@@ -63,8 +63,8 @@ def shares(results):
     lines = [
         "Computed clocks of the busiest pipe in percent of the clocks that memory leaves, by kernel"
         f" family and rows (goal {limits.GOAL}; limits",
-        f"{limits.LIMITS[1]} for 1 and 8 rows, {limits.LIMITS[32]} for 32; **bold** is above its"
-        " limit and held by `ceilings.json`):",
+        f"{limits.LIMITS[1]} for 1 and 8 rows, {limits.LIMITS[32]} for 32; **bold** is above"
+        " them):",
         "",
         "| Device | " + " | ".join(head) + " |",
         "| --- |" + " --: |" * len(head),

@@ -25,6 +25,7 @@ COPIED = {
     "cuda_gemv": "e97b7e3572f9af9e",
     "cuda_cluster": "513ef614594dce7f",
     "cuda_attention_splits": "8ef67cb2fca2861a",
+    "cuda_attention_mergers": "39cca4c936278841",
     "cuda_norm_threads": "763dd56a63855c00",
 }
 
@@ -100,6 +101,11 @@ def splits(multiprocessors, pairs):
     return min(max(ceil(2 * 6 * max(multiprocessors, 1), max(pairs, 1)), 1), 1024)
 
 
+def mergers_of(multiprocessors, pairs, exports):
+    """tuning::cuda_attention_mergers."""
+    return min(max(16 * max(multiprocessors, 1) // max(pairs, 1), 1), exports["MERGERS"])
+
+
 def norm_threads(width):
     """tuning::cuda_norm_threads."""
     return min(max(ceil(ceil(width, 8), 32) * 32, 32), 512)
@@ -137,7 +143,7 @@ def of_tiles(manifest, device, name, quant, rows, inputs, outputs):
         name=name,
         family=f"linear_{quant}",
         image="linear_gemv",
-        kernel=f"linear_gemv_{KERNEL_FORMAT[quant]}_bf16_m{m}n{n}",
+        kernel=f"linear_gemv_{KERNEL_FORMAT[quant]}_bf16_m{m}{'r1' if rows == 1 else f'n{n}'}",
         grid=(tiles, 1, 1),
         cta=(exports["CTA_THREADS"], 1, 1),
         shared=shared,
@@ -151,8 +157,26 @@ def of_tiles(manifest, device, name, quant, rows, inputs, outputs):
     )
 
 
-def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=False):
-    """One launch of linear_cluster.cu over up to 3 matrices, or over gate and up."""
+def pack(rows, inputs):
+    """The activations of several rows for linear_gemv.cu."""
+    tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    return Spec(
+        name="pack",
+        family="other",
+        image="linear_pack",
+        kernel="linear_pack_bf16",
+        grid=(inputs // 64, tiles, 1),
+        cta=(32, 1, 1),
+        shared=0,
+        parameters=[Buffer("x"), Buffer("packed"), inputs, rows],
+        ctas=[((0, 0, 0), inputs // 64 * tiles)],
+        warps=[(0, 1)],
+    )
+
+
+def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=False, normed=False):
+    """One launch of linear_cluster.cu over up to 3 matrices, or over gate and up; `normed`: its
+    input is added to and normed first."""
     exports = manifest["linear_cluster"]["exports"]
     strips = sum(ceil(count, exports["STRIP"]) for count in outputs)
     sizes = cluster(
@@ -167,6 +191,7 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=Fals
             parameters += [weight, None, Buffer(f"out{number}"), outputs[number], layout]
         else:
             parameters += [None, None, None, 0, 0]
+    norm = [Buffer("y"), Buffer("norm"), Buffer("sum"), 1e-5] if normed else [None, None, None, 0.0]
     warps = exports["CTA_THREADS"] // 32
     of_group = exports["SEGMENTS"] // sizes.ctas
     # Units of CTAs by their numbers of strips; the first of each stands for the others.
@@ -184,7 +209,7 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=Fals
         grid=(sizes.grid, 1, 1),
         cta=(exports["CTA_THREADS"], 1, 1),
         shared=sizes.shared,
-        parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window, int(gated)],
+        parameters=[*parameters, Buffer("x"), inputs, rows, sizes.window, int(gated), *norm],
         # The CTAs of a cluster have the same work, and so have the warps of a group.
         ctas=[
             ((same[0] * sizes.ctas, 0, 0), len(same) * sizes.ctas) for same in of_strips.values()
@@ -195,21 +220,42 @@ def of_clusters(manifest, device, name, quant, rows, inputs, outputs, gated=Fals
     )
 
 
+def is_joint(manifest, device, rows):
+    """Whether linear_cluster.cu does more than to multiply (are_one_launch of ops/linear.rs)."""
+    return (
+        device.architecture == "90a" and rows <= manifest["linear_cluster"]["exports"]["GATED_ROWS"]
+    )
+
+
+def normed(manifest, device, quant, rows, *outputs):
+    """Queries, keys and values of the norm of a sum, as launch_normed chooses it."""
+    sizes = (rows, HIDDEN, outputs)
+    if is_joint(manifest, device, rows):
+        return [of_clusters(manifest, device, "norm_qkv", quant, *sizes, normed=True)]
+    return [norm(manifest, rows), *products(manifest, device, "qkv", quant, *sizes)]
+
+
 def gated(manifest, device, quant, rows):
-    """Gate and up with their activation, as launch_gated of ops/linear.rs chooses it."""
+    """Gate and up of the norm of a sum, with their activation."""
     sizes = (rows, HIDDEN, (MLP, MLP))
-    most = manifest["linear_cluster"]["exports"]["GATED_ROWS"]
-    if device.architecture == "90a" and rows <= most:
-        return [of_clusters(manifest, device, "gate_up_silu", quant, *sizes, gated=True)]
-    return [products(manifest, device, "gate_up", quant, *sizes), silu_mul(rows)]
+    if is_joint(manifest, device, rows):
+        joint = {"gated": True, "normed": True}
+        return [of_clusters(manifest, device, "norm_gate_up_silu", quant, *sizes, **joint)]
+    return [
+        norm(manifest, rows),
+        *products(manifest, device, "gate_up", quant, *sizes),
+        silu_mul(rows),
+    ]
 
 
 def products(manifest, device, name, quant, rows, inputs, outputs):
-    """One launch over up to 3 matrices, as kernels/src/cuda/ops/linear.rs chooses it."""
+    """Launches for up to 3 matrices, as kernels/src/cuda/ops/linear.rs chooses them."""
     segments = manifest["linear_cluster"]["exports"]["SEGMENTS"]
-    may_cluster = device.architecture == "90a" and inputs > 256 * (segments - 1)
-    make = of_clusters if may_cluster else of_tiles
-    return make(manifest, device, name, quant, rows, inputs, outputs)
+    sizes = (quant, rows, inputs, outputs)
+    if device.architecture == "90a" and inputs > 256 * (segments - 1):
+        return [of_clusters(manifest, device, name, *sizes)]
+    before = [pack(rows, inputs)] if rows > 1 else []
+    return [*before, of_tiles(manifest, device, name, *sizes)]
 
 
 def batch(rows, context):
@@ -245,9 +291,16 @@ def attention(manifest, device, rows, context):
     has_groups = groups > 1 and groups * exports["GROUP_SHARE"] >= split
     units = groups if has_groups else tiles
     extra = units % split
-    samples = [((0, 0, 0), extra * pairs), ((extra, 0, 0), (split - extra) * pairs)]
+    # The last unit has the new key.
+    last = (extra or split) - 1
+    samples = [
+        ((0, 0, 0), last * pairs),
+        ((last, 0, 0), pairs),
+        ((extra, 0, 0), (split - extra) * pairs if extra else 0),
+    ]
     workspace, window = Buffer("workspace"), 0xFFFFFFFF
     pages = Buffer("pages", is_streamed=True)
+    new = [Buffer(name) for name in ("q", "k", "v", "angles")]
     scores = [1.0 / HEAD_DIM**0.5, 0.0, window]
     decode = Spec(
         name="attention_decode",
@@ -257,14 +310,26 @@ def attention(manifest, device, rows, context):
         grid=(split, KV_HEADS, rows),
         cta=(32, 1, 1),
         shared=shared,
-        parameters=[Buffer("q"), pages, words, None, workspace, KV_HEADS, GROUP, *scores],
+        parameters=[
+            *new,
+            pages,
+            Buffer("outbox"),
+            0,
+            words,
+            None,
+            workspace,
+            KV_HEADS,
+            GROUP,
+            *scores,
+        ],
         ctas=[sample for sample in samples if sample[1]],
         warps=[(0, 1)],
         memory_bytes=rows * context * KV_HEADS * HEAD_DIM * 4,
         in_flight=shared,
         loads_early=True,
     )
-    mergers, threads = exports["MERGERS"], HEAD_DIM // 4
+    mergers = mergers_of(device.multiprocessors, HEADS * rows, exports)
+    threads = HEAD_DIM // 4
     first = min(mergers, groups)
     join = Spec(
         name="attention_join",
@@ -273,7 +338,7 @@ def attention(manifest, device, rows, context):
         kernel="attention_join",
         grid=(HEADS, rows, 1),
         cta=(threads, mergers, 1),
-        shared=exports["JOIN_SHARED_BASE"] + exports["JOIN_SHARED_PER_DIM"] * HEAD_DIM,
+        shared=mergers * (exports["JOIN_SHARED_BASE"] + exports["JOIN_SHARED_PER_DIM"] * HEAD_DIM),
         parameters=[workspace, words, Buffer("out"), None, HEAD_DIM, GROUP, window, split],
         ctas=[((0, 0, 0), HEADS * rows)],
         # A warp is a row of threads; the first one also merges the groups.
@@ -295,30 +360,13 @@ def norm(manifest, rows):
         kernel="rmsnorm_add_bf16",
         grid=(rows, 1, 1),
         cta=(threads, 1, 1),
-        shared=manifest["rmsnorm"]["exports"]["SHARED"],
+        shared=manifest["rmsnorm"]["exports"]["SHARED_PER_BLOCK"] * ceil(HIDDEN, 64),
         parameters=[*map(Buffer, ("x", "y")), Buffer("weight", (), True), Buffer("out"), HIDDEN]
         + [1e-5],
         ctas=[((0, 0, 0), rows)],
         warps=[(0, 1), (1, threads // 32 - 1)],
         memory_bytes=4 * HIDDEN,
-    )
-
-
-def rope_append(rows, context):
-    buffers = [Buffer(name) for name in ("q", "k", "v", "table")]
-    pages = [Buffer("pages"), Buffer("outbox"), 0]
-    threads = ceil((GROUP + 1) * HEAD_DIM // 2, 32) * 32
-    return Spec(
-        name="rope_append",
-        family="other",
-        image="rope",
-        kernel="rope_append_bf16",
-        grid=(rows, KV_HEADS, 1),
-        cta=(threads, 1, 1),
-        shared=0,
-        parameters=[*buffers, batch(rows, context), *pages, KV_HEADS, GROUP, HEAD_DIM],
-        ctas=[((0, 0, 0), rows * KV_HEADS)],
-        warps=[(0, threads // 32 - 2), (threads // 32 - 1, 2)],
+        loads_early=True,
     )
 
 
@@ -346,12 +394,9 @@ def block(manifest, device, quant, rows, context=CONTEXT):
 
     kv = KV_HEADS * HEAD_DIM
     return [
-        norm(manifest, rows),
-        product("qkv", HIDDEN, HIDDEN, kv, kv),
-        rope_append(rows, context),
+        *normed(manifest, device, quant, rows, HIDDEN, kv, kv),
         *attention(manifest, device, rows, context),
-        product("o", HIDDEN, HIDDEN),
-        norm(manifest, rows),
+        *product("o", HIDDEN, HIDDEN),
         *gated(manifest, device, quant, rows),
-        product("down", MLP, HIDDEN),
+        *product("down", MLP, HIDDEN),
     ]

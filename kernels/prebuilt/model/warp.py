@@ -14,7 +14,6 @@ from . import lanes, memory, operands, semantics
 # Visits of a branch that depends on unknown values, after which it is taken: a spin loop.
 MOST_UNKNOWN = 64
 MEMORY = {"LDG", "LDS", "STG", "STS", "LDGSTS", "LDSM", "LD", "ST", "RED", "REDG", "ATOMG", "LDL"}
-PREFETCH = "UBLKPF"
 
 
 @dataclasses.dataclass
@@ -74,18 +73,11 @@ def facts_of(one):
         if one.op == "LDGSTS" and last.kind == "predicate":
             guard = guard | {last.name}
         return written, set(), addresses | guard
-    if one.op == PREFETCH:
-        return written, set(), {*wide_name(one.operands[0]), one.operands[1].name} | guard
     if one.op in ("BRA", "BRX", "EXIT", "RET", "CALL"):
         return written, set(), guard | {o.name for o in one.operands if o.kind == "predicate"}
     if semantics.maker(one) is None:
         return written, guard, set()
     return written, set(operands.uses(one)) | guard, set()
-
-
-def wide_name(operand):
-    """The two registers of the address of a bulk instruction."""
-    return operands.numbered(operand.terms[0][0], 2)
 
 
 class Program:
@@ -101,8 +93,6 @@ class Program:
                 one = kernel.code[at]
                 if one.op in MEMORY:
                     steps.append(access(at, one, at in chosen))
-                elif one.op == PREFETCH:
-                    steps.append(prefetch(at, one))
                 elif at in chosen:
                     steps.append(assign(one))
             self.steps[start] = steps
@@ -248,22 +238,6 @@ def access(at, one, is_chosen):
             state.registers[name] = (
                 word if whole else lanes.merge(active, word, state.registers.get(name))
             )
-
-    return step
-
-
-def prefetch(at, one):
-    """A step that records a bulk prefetch to the second-level cache, in units of 16 bytes."""
-    (low, high), size = wide_name(one.operands[0]), operands.reader(one.operands[1])
-    offset = one.operands[0].offset
-
-    def step(state, mask, is_whole, trace):
-        bits = guard_of(one, state)
-        registers = state.registers
-        words = [lanes.lane(v, 0) for v in (registers.get(low), registers.get(high), size(state))]
-        is_sent = bits != 0 and None not in words
-        start = words[1] << 32 | words[0] if is_sent else 0
-        trace.requests.prefetch(at, start + offset, 16 * words[2] if is_sent else 0)
 
     return step
 

@@ -118,6 +118,12 @@ pub fn cuda_operations<G: Gpu>() -> Vec<Operation<Cuda<G>>> {
         digest: |_, _, _, _| Ok(()),
     });
     all.push(Operation {
+        name: "append_attention",
+        check: append_attention::check,
+        measure: |_, _, _| Ok(()),
+        digest: |_, _, _, _| Ok(()),
+    });
+    all.push(Operation {
         name: "exchange",
         check: exchange::check,
         measure: |_, _, _| Ok(()),

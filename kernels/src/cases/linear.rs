@@ -142,13 +142,18 @@ impl Case for LinearCase {
             has_bias: true,
         }));
         if class.takes(Class::Full) {
-            // More rows than share a decoded panel on a CPU.
-            let panels = FORMATS.map(|quant| LinearCase {
-                weight: Matrix::new(quant, DType::F32, (64, 33)),
-                rows: crate::tuning::PANEL_GROUP_ROWS + 18,
-                has_bias: true,
-            });
-            cases.extend(panels);
+            // More rows than share a decoded panel on a CPU; more inputs than are decoded at a time.
+            let panels = [
+                (DType::F32, (64, 33), crate::tuning::PANEL_GROUP_ROWS + 18),
+                (DType::Bf16, (4180, 33), 70),
+            ];
+            for (dtype, size, rows) in panels {
+                cases.extend(FORMATS.map(|quant| LinearCase {
+                    weight: Matrix::new(quant, dtype, size),
+                    rows,
+                    has_bias: true,
+                }));
+            }
         }
         cases.extend(clusters.flat_map(|((tiles, blocks, rows), _)| {
             let size = (blocks * 64, tiles * 128 - 5);

@@ -5,6 +5,7 @@
 //! called, how far a result may lie from that of [`Reference`], and how much work it is. Outputs are
 //! NaN before an operation, and the elements behind an output must be NaN afterwards.
 
+mod append_attention;
 mod attention;
 mod attention_grad;
 mod bench;

@@ -245,7 +245,7 @@ impl Batch {
 }
 
 /// The bytes of pages, and of what was appended, as numbers.
-fn numbers(bytes: [Vec<u8>; 2]) -> Vec<Vec<f32>> {
+pub(super) fn numbers(bytes: [Vec<u8>; 2]) -> Vec<Vec<f32>> {
     bytes.map(|bytes| bytes.into_iter().map(f32::from).collect()).into()
 }
 

@@ -153,6 +153,11 @@ mod kernels {
     }
 
     #[test]
+    fn attention_of_new_keys_has_the_bits_of_an_append_before_it() {
+        check_named(cuda_operations(), &["append_attention"], check_emulated);
+    }
+
+    #[test]
     fn exchanges_equal_sums_in_the_order_of_ranks() {
         check_named(cuda_operations(), &["exchange"], check_emulated);
     }

@@ -10,10 +10,10 @@ use super::memory::Buffer;
 use super::{Adapters, Cuda, Experts, Matrix, Pages, ops};
 use crate::backend::Backend;
 use crate::ops::{
-    Adapt, AdaptGrad, Adapter, Add, AddNorm, Attention, AttentionGrad, Expert, Gated, Gather, Gelu,
-    GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, NormGrad,
-    OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, SiluMul, SiluMulGrad,
-    SplitQkv,
+    Adapt, AdaptGrad, Adapter, Add, AddNorm, AppendAttention, Attention, AttentionGrad, Expert,
+    Gated, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture,
+    MixtureGrad, NormGrad, NormedProducts, OpError, Products, PromptAdd, Rmsnorm, Rope, RopeAppend,
+    RopeTable, SiluMul, SiluMulGrad, SplitQkv, SumPlace,
 };
 use crate::tensor::WeightView;
 
@@ -141,6 +141,20 @@ impl<G: Gpu> Backend for Cuda<G> {
 
     fn attention(&mut self, args: Attention<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
         ops::attention::launch(self, args)
+    }
+
+    fn normed_products(
+        &mut self,
+        args: NormedProducts<'_, '_, Floats, Matrix<G>>,
+    ) -> Result<SumPlace, OpError> {
+        ops::linear::launch_normed(self, args)
+    }
+
+    fn append_attention(
+        &mut self,
+        args: AppendAttention<'_, Floats, Pages<'_>>,
+    ) -> Result<(), OpError> {
+        ops::attention::launch_append(self, args)
     }
 
     fn silu_mul(&mut self, args: SiluMul<'_, Floats>) -> Result<(), OpError> {

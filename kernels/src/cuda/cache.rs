@@ -10,6 +10,8 @@
 //! changes nothing. Without a mirror nothing is written to the host, and what the pages held ends
 //! with the worker: whoever submits jobs must then never name what an earlier one wrote.
 
+use std::ops::Range;
+
 use shared::ids::PageId;
 use shared::shm::kv::KvMap;
 
@@ -97,8 +99,47 @@ impl<G: Gpu> Cache<G> {
         index: usize,
         rows: &[StepRow<'_>],
     ) -> Result<Pages<'_>, OpError> {
-        self.check_block(index)?;
+        let mut one = self.blocks(cuda, index..index + 1, rows)?;
+        one.pop().ok_or(OpError::Shape { op: "pages", what: "no such block" })
+    }
+
+    /// [`block`](Self::block) for several blocks, through which the same rows go.
+    ///
+    /// # Errors
+    /// Those of [`block`](Self::block).
+    pub fn blocks(
+        &mut self,
+        cuda: &mut Cuda<G>,
+        blocks: Range<usize>,
+        rows: &[StepRow<'_>],
+    ) -> Result<Vec<Pages<'_>>, OpError> {
         check_rows(self.pages, rows)?;
+        // Before the first outlet: what is fetched is delivered before.
+        for index in blocks.clone() {
+            self.hold(cuda, index, rows)?;
+        }
+        let bytes = self.pages * self.layout.page_bytes();
+        let pages = Pages::each(self.layout, &mut self.memory, blocks.clone(), bytes);
+        let Some(mirror) = &mut self.mirror else {
+            return Ok(pages);
+        };
+        let mut with_outlets = Vec::with_capacity(pages.len());
+        for (index, pages) in blocks.zip(pages) {
+            let outlet = mirror.outlet(cuda, index, rows)?;
+            // SAFETY: the outlet has a slot for each token of `rows`, and lives as long as `self`.
+            with_outlets.push(unsafe { pages.with_outlet(outlet) });
+        }
+        Ok(with_outlets)
+    }
+
+    /// Brings the prefixes of `rows` in the block at `index` to the device.
+    fn hold(
+        &mut self,
+        cuda: &mut Cuda<G>,
+        index: usize,
+        rows: &[StepRow<'_>],
+    ) -> Result<(), OpError> {
+        self.check_block(index)?;
         for row in rows {
             let read = row.prefix.div_ceil(PAGE_TOKENS);
             let used = (row.prefix + row.tokens).div_ceil(PAGE_TOKENS);
@@ -110,13 +151,7 @@ impl<G: Gpu> Cache<G> {
                 self.ready[entry] = true;
             }
         }
-        let bytes = self.pages * self.layout.page_bytes();
-        let pages = Pages::new(self.layout, &mut self.memory, index * bytes, bytes);
-        Ok(match &mut self.mirror {
-            None => pages,
-            // SAFETY: the outlet has a slot for each token of `rows`, and lives as long as `self`.
-            Some(mirror) => unsafe { pages.with_outlet(mirror.outlet(cuda, index, rows)?) },
-        })
+        Ok(())
     }
 
     /// Copies the first tokens of pages of the block at `index` to others: (source, destination,

@@ -2,6 +2,7 @@
 //! the host's.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::address::{Address, Floats};
 use super::gpu::Gpu;
@@ -18,7 +19,10 @@ pub struct Outlet {
     pub block: usize,
 }
 
-const NO_OUTLET: Outlet = Outlet { address: Address(0), block: 0 };
+impl Outlet {
+    /// There is none.
+    pub const NONE: Outlet = Outlet { address: Address(0), block: 0 };
+}
 
 /// All pages of one block, borrowed from the memory of the pool.
 #[derive(Debug)]
@@ -47,9 +51,27 @@ impl<'k> Pages<'k> {
             layout,
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address().offset(start),
-            outlet: NO_OUTLET,
+            outlet: Outlet::NONE,
             lent: PhantomData,
         }
+    }
+
+    /// Pages of several blocks whose pages follow each other in `memory`, `bytes` bytes each.
+    ///
+    /// # Panics
+    /// When the memory has no such bytes.
+    pub(super) fn each<G: Gpu>(
+        layout: PageLayout,
+        memory: &'k mut Memory<G>,
+        blocks: Range<usize>,
+        bytes: usize,
+    ) -> Vec<Self> {
+        let of = |index: usize| {
+            let pages = Pages::new(layout, memory, index * bytes, bytes);
+            // The memory stays borrowed as a whole, and blocks have different parts of it.
+            Pages { lent: PhantomData, ..pages }
+        };
+        blocks.map(of).collect()
     }
 
     /// Pages over the first `bytes` bytes of a buffer. What is appended goes to `outbox` too, which
@@ -69,7 +91,7 @@ impl<'k> Pages<'k> {
             pages: bytes / layout.page_bytes().max(1),
             address: memory.address(),
             outlet: outbox
-                .map_or(NO_OUTLET, |outbox| Outlet { address: outbox.address(), block: 0 }),
+                .map_or(Outlet::NONE, |outbox| Outlet { address: outbox.address(), block: 0 }),
             lent: PhantomData,
         }
     }
@@ -87,6 +109,11 @@ impl<'k> Pages<'k> {
     /// Where page 0 begins.
     pub fn address(&self) -> Address {
         self.address
+    }
+
+    /// What recorded launches over these pages name.
+    pub(super) fn place(&self) -> (Address, Outlet) {
+        (self.address, self.outlet)
     }
 
     /// Where what is appended goes too.

@@ -21,7 +21,7 @@ use super::pages::Outlet;
 use super::{Cuda, Pages, Recording, batch, bytes_of};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::OpError;
-use crate::tuning::CUDA_STEP_WORKSPACE_BYTES;
+use crate::tuning::{CUDA_STEP_WORKSPACE_BYTES, cuda_packed_bytes};
 
 /// In the words of a step: a token without an adapter.
 pub(super) const NO_ADAPTER: u32 = u32::MAX;
@@ -35,6 +35,7 @@ pub(super) struct Fixed<G: Gpu> {
     words: Memory<G>,
     /// Tiles of attention for whose results there is memory.
     tiles: usize,
+    /// Results of tiles, and packed rows of products: one after the other.
     pub(super) workspace: Memory<G>,
     /// Whether operations read the step from here.
     on: bool,
@@ -47,7 +48,8 @@ pub(super) struct Fixed<G: Gpu> {
 pub struct Recorded<G: Gpu> {
     graph: G::Graph,
     launches: u64,
-    pages: (Address, Outlet),
+    /// Of each block that is gone through.
+    pages: Vec<(Address, Outlet)>,
     pool: Arc<Pool<G>>,
 }
 
@@ -61,7 +63,7 @@ impl<G: Gpu> Recorded<G> {
 impl<G: Gpu> Cuda<G> {
     /// Reserves the memory of recorded steps over a pool of `pages` pages for each block, of
     /// attention with `heads` heads of `head_dim`, of `whole_heads` that whole blocks have: the ranks
-    /// of a group record the same steps.
+    /// of a group record the same steps. No matrix has more than `inputs` inputs.
     ///
     /// # Errors
     /// When the device has no memory for them.
@@ -70,6 +72,7 @@ impl<G: Gpu> Cuda<G> {
         [heads, whole_heads]: [usize; 2],
         head_dim: usize,
         pages: usize,
+        inputs: usize,
     ) -> Result<(), OpError> {
         let named = pages.saturating_mul(MAX_STEP_TOKENS).min(MAX_STEP_PAGES);
         let words = MAX_STEP_TOKENS + batch::words(MAX_STEP_TOKENS, MAX_STEP_TOKENS) + named;
@@ -80,7 +83,8 @@ impl<G: Gpu> Cuda<G> {
         // take turns outside recordings.
         let tiles = pages.div_ceil(batch::TILE_TOKENS / PAGE_TOKENS) + 2 * MAX_STEP_TOKENS;
         let tiles = tiles.min(CUDA_STEP_WORKSPACE_BYTES / tile_bytes(whole_heads.max(1)));
-        let workspace = self.reserve(tiles * tile_bytes(heads))?;
+        let packed = cuda_packed_bytes(inputs, MAX_STEP_TOKENS);
+        let workspace = self.reserve(packed.max(tiles * tile_bytes(heads)))?;
         self.fixed = Some(Fixed { words, tiles, workspace, on: false, first: 0 });
         Ok(())
     }
@@ -132,18 +136,18 @@ impl<G: Gpu> Cuda<G> {
         self.fixed.as_ref().filter(|fixed| fixed.on)
     }
 
-    /// Records what `enqueue` launches, instead of running it. `None`: not all of it can be
-    /// recorded.
+    /// Records what `enqueue` launches over the pages of some blocks, instead of running it. `None`:
+    /// not all of it can be recorded.
     ///
     /// # Errors
     /// Those of `enqueue`, and the device's.
     pub fn record(
         &mut self,
-        pages: &mut Pages<'_>,
-        enqueue: impl FnOnce(&mut Cuda<G>, &mut Pages<'_>) -> Result<(), OpError>,
+        pages: &mut [Pages<'_>],
+        enqueue: impl FnOnce(&mut Cuda<G>, &mut [Pages<'_>]) -> Result<(), OpError>,
     ) -> Result<Option<Recorded<G>>, OpError> {
         self.host("a recording")?;
-        let place = (pages.address(), pages.outlet());
+        let places = pages.iter().map(Pages::place).collect();
         if self.gpu.begin_recording().is_err() {
             return Ok(None);
         }
@@ -160,7 +164,7 @@ impl<G: Gpu> Cuda<G> {
             (Ok(()), Ok(graph)) => Ok(Some(Recorded {
                 graph,
                 launches: self.launches - before,
-                pages: place,
+                pages: places,
                 pool: Arc::clone(&self.pool),
             })),
         }
@@ -170,9 +174,13 @@ impl<G: Gpu> Cuda<G> {
     ///
     /// # Errors
     /// When the pages are others, or the device fails.
-    pub fn replay(&mut self, recorded: &Recorded<G>, pages: &mut Pages<'_>) -> Result<(), OpError> {
+    pub fn replay(
+        &mut self,
+        recorded: &Recorded<G>,
+        pages: &mut [Pages<'_>],
+    ) -> Result<(), OpError> {
         self.host("a replay")?;
-        if recorded.pages != (pages.address(), pages.outlet())
+        if !recorded.pages.iter().copied().eq(pages.iter().map(Pages::place))
             || !Arc::ptr_eq(&recorded.pool, &self.pool)
         {
             let (op, what) = ("replay", "the launches were recorded over other pages");

@@ -30,7 +30,9 @@ pub use add::{Add, PromptAdd};
 pub use attention::{Alibi, Attention};
 pub use attention_grad::{AttentionGrad, Known};
 pub use experts::{Expert, ExpertAdapters, Mixture, MixtureWorkspace};
-pub use fused::{AddNorm, Gated, Product, Products, RopeAppend};
+pub use fused::{
+    AddNorm, AppendAttention, Gated, NormedProducts, Product, Products, RopeAppend, SumPlace,
+};
 pub use gelu::{Gelu, GeluKind};
 pub use gradient::{GeluGrad, LinearGrad, NormGrad, SiluMulGrad};
 pub use kv_append::KvAppend;

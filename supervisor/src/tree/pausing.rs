@@ -21,13 +21,14 @@ use super::*;
 impl Tree {
     /// What the operator may expect of the instance.
     pub fn standing(&self) -> Standing {
+        let netd = Some(self.netd.generation);
         let mut served = self.groups.iter().filter(|group| group.is_served());
         let ready = self.was_online
             && self.ending.is_none()
             && self.pause == Pause::No
             && self.netd.is_ready()
             && self.rest().is_some()
-            && served.all(|group| group.is_ready());
+            && served.all(|group| group.is_ready() && group.told == netd);
         Standing { ready, pause: self.pause }
     }
 

@@ -127,7 +127,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         let Heads { q, attended, .. } = &mut *piece.forward_heads;
         let queries = piece.saved.queries.as_deref().unwrap_or(&**q);
         let outs = (&mut **attended, Some(&mut *piece.heads.logsum));
-        self.pass.attend(queries, outs, piece.attended, pages)?;
+        self.pass.attend(queries, outs, pages)?;
+        self.pass.out_of(attended, piece.attended)?;
         self.pass.add_mlp_norm(piece.h, piece.attended, piece.fed)
     }
 

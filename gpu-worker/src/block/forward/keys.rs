@@ -24,13 +24,14 @@ pub fn keys<B: Backend>(
     let Joined { mut pass, normed, heads, .. } =
         begin(backend, spec, weights, work, input, hidden)?;
     let QkvWeights::Separate([_, k, v]) = &weights.qkv else {
-        pass.heads(normed, heads, pages)?;
+        pass.heads(normed, heads)?;
+        pass.append(heads, pages)?;
         return pass.save(&heads.q, saved.queries, spec.heads * spec.head_dim);
     };
     let outs = [&mut *heads.k, &mut *heads.v];
     pass.products(normed, [k, v], pass.tokens, outs)?;
     pass.norm_keys(heads)?;
-    if let Position::Rope { .. } = &spec.position {
+    if pass.is_rotated() {
         pass.backend.rope(Rope {
             x: &mut *heads.k,
             table: &*heads.table,

@@ -18,6 +18,38 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         }
     }
 
+    /// The norm of `x` and `branch`, whose sum goes to `x` or `beside`, and the MLP of it, into
+    /// `branch`.
+    pub(super) fn mlp_of_sum(
+        &mut self,
+        x: &mut B::Floats,
+        branch: &mut B::Floats,
+        (beside, normed): (&mut B::Floats, &mut B::Floats),
+        middle: &mut Middle<B>,
+    ) -> Result<SumPlace, OpError> {
+        let weights = self.weights;
+        let (mlp, norm) = match (&weights.mlp, &weights.mlp_norm) {
+            (MlpWeights::Gated(mlp), Some(norm)) if !self.is_adapted([&mlp.gate, &mlp.up]) => {
+                (mlp, norm)
+            }
+            _ => {
+                self.add_mlp_norm(x, branch, normed)?;
+                self.mlp(normed, middle, branch, SavedActivations::default())?;
+                return Ok(SumPlace::X);
+            }
+        };
+        let Middle { gate, up, .. } = &mut *middle;
+        let mut parts = [product(&mlp.gate, &mut **gate), product(&mlp.up, &mut **up)];
+        let norm = self.norm_of_sum(x, branch, norm, normed);
+        let (sum, parts, is_gated) = (beside, &mut parts[..], true);
+        let place = self.backend.normed_products(NormedProducts { norm, sum, parts, is_gated })?;
+        self.part(&middle.gate, &mlp.down, self.tokens, branch)?;
+        if let Some(down) = self.down(middle, branch) {
+            self.whole([down])?;
+        }
+        Ok(place)
+    }
+
     /// What [`mlp_part`](Self::mlp_part) left to [`whole`](Self::whole); nothing of experts.
     pub(super) fn down<'p>(
         &self,
@@ -48,9 +80,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         match &weights.mlp {
             MlpWeights::Gated(mlp) => {
                 let Middle { gate, up, .. } = middle;
-                let is_adapted = [&mlp.gate, &mlp.up]
-                    .iter()
-                    .any(|linear| linear.adapters_for(&self.adapted).is_some());
+                let is_adapted = self.is_adapted([&mlp.gate, &mlp.up]);
                 if is_adapted || saved.gate.is_some() || saved.up.is_some() {
                     self.products(x, [&mlp.gate, &mlp.up], tokens, [&mut *gate, &mut *up])?;
                     self.save(gate, saved.gate, wide)?;

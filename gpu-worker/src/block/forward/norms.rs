@@ -89,7 +89,19 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         weights: &NormWeights<B>,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
-        self.backend.add_norm(AddNorm {
+        let args = self.norm_of_sum(x, y, weights, out);
+        self.backend.add_norm(args)
+    }
+
+    /// [`add_norm`](Self::add_norm) as arguments.
+    pub(super) fn norm_of_sum<'n>(
+        &self,
+        x: &'n mut B::Floats,
+        y: &'n B::Floats,
+        weights: &'n NormWeights<B>,
+        out: &'n mut B::Floats,
+    ) -> AddNorm<'n, B::Floats> {
+        AddNorm {
             x,
             y,
             weight: &*weights.scale,
@@ -99,6 +111,6 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
             width: self.spec.hidden,
             eps: self.spec.norm.eps(),
             round: self.weights.dtype,
-        })
+        }
     }
 }

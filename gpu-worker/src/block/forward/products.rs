@@ -49,6 +49,17 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         self.adapt(x, linear, Inputs::Whole, out)
     }
 
+    /// Whether something is to be added to one of these products.
+    pub(super) fn is_adapted<'l, 'm: 'l>(
+        &self,
+        linears: impl IntoIterator<Item = &'l Linear<'m, B>>,
+    ) -> bool
+    where
+        B: 'l,
+    {
+        linears.into_iter().any(|linear| linear.adapters_for(&self.adapted).is_some())
+    }
+
     /// A product without adapters: of a matrix that is cut by inputs this rank's summand.
     pub(super) fn part(
         &mut self,

@@ -11,6 +11,8 @@ pub struct Workspace<B: Backend> {
     pub(in crate::block) normed: B::Buffer,
     pub(in crate::block) branch: B::Buffer,
     pub(super) aside: B::Buffer,
+    /// The other place of the hidden states, in runs.
+    pub(super) beside: B::Buffer,
     pub(in crate::block) heads: Heads<B>,
     pub(in crate::block) middle: Middle<B>,
     /// Between the two matrices of an adapter.
@@ -46,6 +48,7 @@ impl<B: Backend> Workspace<B> {
             normed: empty(),
             branch: empty(),
             aside: empty(),
+            beside: empty(),
             heads: Heads {
                 q: empty(),
                 k: empty(),
@@ -64,6 +67,18 @@ impl<B: Backend> Workspace<B> {
             },
             rank: empty(),
         }
+    }
+
+    /// Makes it large enough for runs of `tokens` tokens ([`forward_joined`](super::forward_joined)).
+    pub fn grow_for_runs(
+        &mut self,
+        backend: &mut B,
+        spec: &BlockSpec,
+        tokens: usize,
+        largest_rank: usize,
+    ) {
+        self.grow(backend, spec, tokens, largest_rank);
+        backend.grow(&mut self.beside, tokens * spec.hidden);
     }
 
     /// Makes it large enough for `tokens` tokens.

@@ -1,20 +1,20 @@
-//! Steps on a CUDA device: one recording per block and number of tokens, rounded up to a power of
-//! two. Its launches read rows, positions and page tables from memory that is written once per
+//! Steps on a CUDA device: recordings of each block and of runs of blocks, by number of tokens,
+//! rounded up to a power of two. Their launches read rows, positions and page tables from memory that is written once per
 //! unit, so that nothing is recorded again as sequences grow, and the hidden states lie at one
 //! address from the first block of a unit to its last.
 //!
 //! ```text
-//! unit   rows written ─ states gathered ─ angles ─ block ─ block ─ ... ─ last sum ─ states scattered ─ wait
+//! unit   rows written ─ states gathered ─ angles ─ run ─ block ─ ... ─ last sum ─ states scattered ─ wait
 //!                                                  (one launch each, nothing of the host between)
 //! ```
-//! The last sum of a block is made with the first norm of the next.
+//! The last sum of a block is made with the first norm of the next. Runs begin at every
+//! [`RUN_BLOCKS`]th block of the span, so that any unit consists of runs and few single blocks.
 //!
 //! Where adapters are loaded, each block is recorded twice: steps without any pay nothing for them.
-//! Deep prompts, which come with the first step of a session, are added before the recording of
-//! their block. A step of more than 32 tokens runs block by block, with the same bits.
+//! Steps with adapters go block by block, and so does where deep prompts, which come with the first
+//! step of a session, are added before a block. A step of more than 32 tokens runs block by block, with the same bits.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::ops::Range;
 
 use kernels::Backend;
@@ -22,6 +22,7 @@ use kernels::StepRow;
 use kernels::cuda::{Buffer, Cuda, Gpu, Pages, Recorded};
 use kernels::kv::total_tokens;
 use kernels::ops::{OpError, PromptAdd};
+use model::BlockSpec;
 use shared::ids::PageId;
 use shared::model::MAX_STEP_TOKENS;
 use tracing::{debug, info, warn};
@@ -39,6 +40,10 @@ use crate::kv::KvShape;
 /// block for which there is no memory is launched directly.
 const SPARE_BYTES: u64 = 64 << 20;
 
+/// Blocks of a recorded run. Between two recordings launches do not overlap, which costs about a
+/// microsecond (estimated: the gaps of `kernels/prebuilt/model/cost.py`).
+const RUN_BLOCKS: usize = 8;
+
 /// Runs steps by recorded launches where there are recordings, else block by block.
 pub struct RecordedSteps<G: Gpu> {
     direct: DirectSteps<Cuda<G>>,
@@ -53,15 +58,25 @@ struct Recordings<G: Gpu> {
     states: Buffer<G>,
     /// As many negative zeros, for [`open_run`].
     nothing: Buffer<G>,
-    /// By block of the span, power of two of tokens, and whether adapters are added; `None`: it
-    /// cannot be recorded.
-    graphs: HashMap<(usize, usize, bool), Option<Recorded<G>>>,
+    /// `None`: it cannot be recorded.
+    graphs: HashMap<Key, Option<Recorded<G>>>,
     /// Whether there are recordings with adapters.
     adapted: bool,
     /// Recordings made.
     recorded: u64,
     /// Recordings enqueued.
     replayed: u64,
+}
+
+/// What a recording is of.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    /// Of the span.
+    blocks: Range<usize>,
+    /// A power of two.
+    tokens: usize,
+    /// Whether adapters are added.
+    adapted: bool,
 }
 
 /// The rows of a step, which were written to their fixed memory before.
@@ -74,6 +89,38 @@ struct FixedStep<'a> {
     adapted: bool,
     /// Deep prompts of each of its blocks; none of blocks past the end.
     prompts: &'a [Vec<PromptPart<'a>>],
+}
+
+impl<'a> FixedStep<'a> {
+    /// Deep prompts of a block of the unit.
+    fn prompts_of(&self, block: usize) -> &'a [PromptPart<'a>] {
+        self.prompts.get(block).map_or(&[][..], Vec::as_slice)
+    }
+}
+
+/// Rows and adapters as operations of a recorded step see them: what they are lies in the fixed
+/// memory.
+fn any_rows(tokens: usize, adapted: bool) -> (Vec<StepRow<'static>>, Vec<Option<u32>>) {
+    const PAGE: &[PageId] = &[PageId(0)];
+    let rows = vec![StepRow { tokens: 1, prefix: 0, pages: PAGE }; tokens];
+    (rows, vec![Some(0); if adapted { tokens } else { 0 }])
+}
+
+/// Sends the states of a recorded step through blocks of the span, whose pages are `own`.
+fn through<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    unit: &StepUnit<'_, '_, Cuda<G>>,
+    blocks: Range<usize>,
+    work: &mut Workspace<Cuda<G>>,
+    input: BlockInput<'_>,
+    states: &mut Buffer<G>,
+    own: &mut [Pages<'_>],
+) -> Result<(), OpError> {
+    for (block, pages) in blocks.zip(own) {
+        let weights = unit.weights.get(block).ok_or(NOT_THERE)?;
+        forward_joined(cuda, unit.spec, weights, work, input, states, pages)?;
+    }
+    Ok(())
 }
 
 impl<G: Gpu> RecordedSteps<G> {
@@ -99,19 +146,24 @@ impl<G: Gpu> RecordedSteps<G> {
             return Ok(());
         }
         let heads = [unit.spec.heads, whole_heads];
-        cuda.open_steps(heads, shape.layout.head_dim, shape.pages)?;
+        let BlockSpec { hidden, heads: own, head_dim, mlp, .. } = unit.spec;
+        let inputs = (*hidden).max(own * head_dim).max(mlp.intermediate());
+        cuda.open_steps(heads, shape.layout.head_dim, shape.pages, inputs)?;
         let before = free_bytes(cuda);
         let recordings = self.recordings.insert(Recordings::new(cuda, unit)?);
         let kinds: &[bool] = if recordings.adapted { &[false, true] } else { &[false] };
-        for &adapted in kinds {
+        let singles = kinds.iter().map(|adapted| (*adapted, 1));
+        // Runs come last: where memory is short, single blocks do.
+        for (adapted, longest) in singles.chain([(false, RUN_BLOCKS)]) {
             let mut tokens = 1;
             while tokens <= MAX_STEP_TOKENS {
                 // A step of no rows: kernels run through and write nothing but what the next step
                 // writes anew.
                 cuda.set_step(&[], &[], unit.blocks.start)?;
-                let (rows, lengths, prompts) = (&[][..], &[][..], &[][..]);
-                let step = FixedStep { rows, lengths, tokens, adapted, prompts };
-                recordings.run(cuda, cache, unit, &step)?;
+                cuda.use_fixed_step(true);
+                let done = recordings.record(cuda, cache, unit, (tokens, adapted), longest);
+                cuda.use_fixed_step(false);
+                done?;
                 tokens *= 2;
             }
         }
@@ -142,8 +194,8 @@ impl<G: Gpu> RecordedSteps<G> {
     /// adapters; `None` without a recording.
     pub fn launches(&self, local: usize, tokens: usize) -> Option<u64> {
         let graphs = &self.recordings.as_ref()?.graphs;
-        let graph = graphs.get(&(local, tokens.next_power_of_two(), false))?.as_ref()?;
-        Some(graph.launches())
+        let (blocks, tokens) = (local..local + 1, tokens.next_power_of_two());
+        Some(graphs.get(&Key { blocks, tokens, adapted: false })?.as_ref()?.launches())
     }
 }
 
@@ -188,7 +240,7 @@ impl<G: Gpu> Recordings<G> {
     fn new(cuda: &mut Cuda<G>, unit: &StepUnit<'_, '_, Cuda<G>>) -> Result<Recordings<G>, OpError> {
         let rank = unit.weights.iter().map(BlockWeights::largest_rank).max().unwrap_or(0);
         let mut work = Workspace::new(cuda);
-        work.grow(cuda, unit.spec, MAX_STEP_TOKENS, rank);
+        work.grow_for_runs(cuda, unit.spec, MAX_STEP_TOKENS, rank);
         let values = MAX_STEP_TOKENS * unit.spec.hidden;
         let (states, mut nothing) = (cuda.buffer(values), cuda.buffer(values));
         cuda.upload(&vec![-0.0; values], &mut nothing)?;
@@ -223,6 +275,49 @@ impl<G: Gpu> Recordings<G> {
         }
     }
 
+    /// Records a step of so many tokens through all blocks of `unit`, which are those of the span:
+    /// by single blocks, or by runs of `longest`.
+    fn record(
+        &mut self,
+        cuda: &mut Cuda<G>,
+        cache: &mut <Cuda<G> as DeviceBackend>::Cache,
+        unit: &StepUnit<'_, '_, Cuda<G>>,
+        (tokens, adapted): (usize, bool),
+        longest: usize,
+    ) -> Result<(), OpError> {
+        let (rows, any) = any_rows(tokens, adapted);
+        let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
+        let (spec, values) = (unit.spec, tokens * unit.spec.hidden);
+        prepare(cuda, spec, unit.dtype, &mut self.work, (&[], &[]), &rows)?;
+        open_run(cuda, &mut self.work, &self.nothing, values)?;
+        let mut pages = cache.blocks(cuda, unit.blocks.clone(), &[])?;
+        let (first, end) = (unit.blocks.start, unit.blocks.end);
+        for start in (first..end).step_by(longest) {
+            let blocks = start..(start + longest).min(end);
+            // A run of one block is there already.
+            if longest > 1 && blocks.len() == 1 {
+                continue;
+            }
+            let own = pages.get_mut(blocks.start - first..blocks.end - first).ok_or(NOT_THERE)?;
+            let (work, states) = (&mut self.work, &mut self.states);
+            let mut run = |cuda: &mut Cuda<G>, own: &mut [Pages<'_>]| {
+                through(cuda, unit, blocks.clone(), work, input, states, own)
+            };
+            // Run once, for what operations keep from then on.
+            if start == first {
+                run(cuda, own)?;
+            }
+            let graph = match free_bytes(cuda).is_none_or(|free| free >= SPARE_BYTES) {
+                true => cuda.record(own, run)?,
+                false => None,
+            };
+            self.recorded += u64::from(graph.is_some());
+            debug!(?blocks, tokens, recorded = self.recorded, "recorded a decode step");
+            self.graphs.insert(Key { blocks, tokens, adapted }, graph);
+        }
+        close_run(cuda, &self.work, &mut self.states, (values, unit.dtype))
+    }
+
     /// Sends the states of a step through the blocks of `unit`.
     fn run(
         &mut self,
@@ -244,53 +339,46 @@ impl<G: Gpu> Recordings<G> {
         unit: &StepUnit<'_, '_, Cuda<G>>,
         step: &FixedStep<'_>,
     ) -> Result<(), OpError> {
-        // Operations see so many rows of one token; what they are lies in the fixed memory.
-        let page = [PageId(0)];
-        let rows = vec![StepRow { tokens: 1, prefix: 0, pages: &page }; step.tokens];
-        let any = vec![Some(0); if step.adapted { step.tokens } else { 0 }];
+        let (rows, any) = any_rows(step.tokens, step.adapted);
         let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
         let (spec, dtype) = (unit.spec, unit.dtype);
         prepare(cuda, spec, dtype, &mut self.work, (step.rows, step.lengths), &rows)?;
-        let Range { start: first, .. } = unit.blocks;
+        let first = unit.blocks.start;
         let values = step.tokens * spec.hidden;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
-        for local in unit.blocks.clone() {
-            let weights = unit.weights.get(local).ok_or(NOT_THERE)?;
-            let prompts = step.prompts.get(local - first).map_or(&[][..], Vec::as_slice);
+        let mut pages = cache.blocks(cuda, unit.blocks.clone(), step.rows)?;
+        let mut at = first;
+        while at < unit.blocks.end {
+            let prompts = step.prompts_of(at - first);
             if !prompts.is_empty() {
                 self.add_prompts(cuda, prompts, (values, dtype))?;
             }
-            let mut pages = cuda.cached(cache, local, step.rows)?;
-            let key = (local, step.tokens, step.adapted);
+            let key = self.next(at, unit, step);
+            let blocks = key.blocks.clone();
+            let own = pages.get_mut(at - first..blocks.end - first).ok_or(NOT_THERE)?;
             if let Some(Some(graph)) = self.graphs.get(&key) {
-                cuda.replay(graph, &mut pages)?;
-                self.replayed += 1;
-                continue;
+                cuda.replay(graph, own)?;
+                self.replayed += blocks.len() as u64;
+            } else {
+                let (work, states) = (&mut self.work, &mut self.states);
+                through(cuda, unit, blocks.clone(), work, input, states, own)?;
             }
-            let (work, states) = (&mut self.work, &mut self.states);
-            let mut run = |cuda: &mut Cuda<G>, pages: &mut Pages<'_>| {
-                forward_joined(cuda, spec, weights, work, input, states, pages)
-            };
-            // A step of no rows is run once, for what operations keep from then on.
-            if !step.rows.is_empty() || local == first {
-                run(cuda, &mut pages)?;
-            }
-            if let Entry::Vacant(vacant) = self.graphs.entry(key) {
-                let graph = match free_bytes(cuda).is_none_or(|free| free >= SPARE_BYTES) {
-                    true => cuda.record(&mut pages, run)?,
-                    false => None,
-                };
-                self.recorded += u64::from(graph.is_some());
-                debug!(
-                    block = local,
-                    tokens = step.tokens,
-                    recorded = self.recorded,
-                    "recorded a decode step"
-                );
-                vacant.insert(graph);
-            }
+            at = blocks.end;
         }
         close_run(cuda, &self.work, &mut self.states, (values, dtype))
+    }
+
+    /// The run of recorded blocks that begins at block `at` and lies in the unit, or this block
+    /// alone.
+    fn next(&self, at: usize, unit: &StepUnit<'_, '_, Cuda<G>>, step: &FixedStep<'_>) -> Key {
+        let first = unit.blocks.start;
+        let (tokens, adapted) = (step.tokens, step.adapted);
+        let end = (at + RUN_BLOCKS).min(unit.weights.len());
+        let run = Key { blocks: at..end, tokens, adapted };
+        let may_run = end <= unit.blocks.end
+            && (at + 1..end).all(|block| step.prompts_of(block - first).is_empty())
+            && matches!(self.graphs.get(&run), Some(Some(_)));
+        if may_run { run } else { Key { blocks: at..at + 1, tokens, adapted } }
     }
 
     /// Adds deep prompts between two blocks of a run, where the last sum is not made yet.

@@ -7,7 +7,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::lanes::LANES;
-use super::vector::Vector;
+use super::vector::{Lanes, Vector};
 
 /// Registers of a vector.
 pub(super) const PARTS: usize = 4;
@@ -25,14 +25,13 @@ impl Neon {
     }
 }
 
-impl Vector for Neon {
+impl Lanes for Neon {
     const LANES: usize = LANES;
     const ZERO: Self =
         // SAFETY: sixteen f32 zeros.
         Neon(unsafe {
             std::mem::transmute::<[f32; LANES], [float32x4_t; PARTS]>([0.0; LANES])
         });
-    const PARTS: usize = PARTS;
 
     #[inline]
     #[target_feature(enable = "neon")]
@@ -46,6 +45,31 @@ impl Vector for Neon {
         // SAFETY: four f32 each, of the sixteen that the caller says exist.
         Neon::from_parts(|i| unsafe { vld1q_f32(p.wrapping_add(16 * i).cast()) })
     }
+
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn store(self, p: *mut u8) {
+        for (i, part) in self.0.into_iter().enumerate() {
+            // SAFETY: four f32 each, of the sixteen that the caller says exist.
+            unsafe { vst1q_f32(p.wrapping_add(16 * i).cast(), part) };
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn mul_add(self, b: Self, sum: Self) -> Self {
+        Neon::from_parts(|i| vfmaq_f32(sum.0[i], self.0[i], b.0[i]))
+    }
+
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn add(self, other: Self) -> Self {
+        Neon::from_parts(|i| vaddq_f32(self.0[i], other.0[i]))
+    }
+}
+
+impl Vector for Neon {
+    const PARTS: usize = PARTS;
 
     #[inline]
     #[target_feature(enable = "neon")]
@@ -73,27 +97,6 @@ impl Vector for Neon {
         // SAFETY: sixteen bytes that the caller says exist.
         let bytes = unsafe { vld1q_s8(p.cast()) };
         widen_i8(bytes)
-    }
-
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn store(self, p: *mut u8) {
-        for (i, part) in self.0.into_iter().enumerate() {
-            // SAFETY: four f32 each, of the sixteen that the caller says exist.
-            unsafe { vst1q_f32(p.wrapping_add(16 * i).cast(), part) };
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn mul_add(self, b: Self, sum: Self) -> Self {
-        Neon::from_parts(|i| vfmaq_f32(sum.0[i], self.0[i], b.0[i]))
-    }
-
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn add(self, other: Self) -> Self {
-        Neon::from_parts(|i| vaddq_f32(self.0[i], other.0[i]))
     }
 
     #[inline]

@@ -21,7 +21,7 @@ use super::Scratch;
 #[cfg(target_arch = "x86_64")]
 use super::gemm::nf4::Nf4;
 use super::line::{LINE, Line, ZEROS, floats, prefetch, resize};
-use super::outer::{Ahead, MOST_LANES, Outer, Rows, Sums, WIDTH, tile_of};
+use super::outer::{Ahead, MOST_LANES, Rows, Sums, WIDTH, Widen, tile_of};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::ops::LinearGrad;
 use crate::tensor::{Format, WeightView};
@@ -64,7 +64,7 @@ impl Shared<'_> {
 ///
 /// # Safety
 /// The machine has the instruction set of the vector.
-pub(super) unsafe fn multiply<V: Outer>(
+pub(super) unsafe fn multiply<V: Widen>(
     pool: &mut Pool,
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
@@ -76,7 +76,8 @@ pub(super) unsafe fn multiply<V: Outer>(
     }
     let chunk = tuning::panel_steps(V::LANES).next_multiple_of(64);
     let x = &args.grad[..count * outputs];
-    let rows = Rows { x, width: outputs, dtype: DType::F32, order: None, classes: 1, chunk };
+    let (width, dtype) = (outputs, DType::F32);
+    let rows = Rows { x, width, dtype, order: None, item: 1, classes: 1, step: 1, chunk };
     let out = Disjoint::new(&mut args.out[..count * inputs]);
     let tiles = count.div_ceil(V::ROWS);
     let mut shared = Shared { weight, rows, packed: &[], count, tiles, out };
@@ -96,7 +97,7 @@ pub(super) unsafe fn multiply<V: Outer>(
 }
 
 /// Computes some columns of all rows.
-fn columns_of<V: Outer>(shared: &Shared<'_>, columns: Range<usize>, panels: &mut Vec<Line>) {
+fn columns_of<V: Widen>(shared: &Shared<'_>, columns: Range<usize>, panels: &mut Vec<Line>) {
     let (outputs, width) = (shared.rows.width, WIDTH * V::LANES);
     if outputs == 0 {
         let inputs = shared.weight.inputs();
@@ -123,7 +124,7 @@ fn columns_of<V: Outer>(shared: &Shared<'_>, columns: Range<usize>, panels: &mut
 
 /// Widens some columns of the rows of a chunk into panels. What follows the last column is not
 /// read.
-fn widen<V: Outer>(
+fn widen<V: Widen>(
     weight: WeightView<'_>,
     chunk: Range<usize>,
     columns: Range<usize>,
@@ -174,7 +175,7 @@ fn widen<V: Outer>(
 }
 
 /// Adds the products of a chunk to a tile of at most two vectors of columns.
-fn add<V: Outer>(
+fn add<V: Widen>(
     shared: &Shared<'_>,
     chunk: Range<usize>,
     tile: Range<usize>,

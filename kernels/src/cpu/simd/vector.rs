@@ -8,23 +8,38 @@ use half::f16;
 
 use super::lanes::{LANES, mul_add, tree_sum};
 
-/// A vector of f32 numbers. Loads and stores need no alignment.
+/// A vector of 32-bit lanes whose sums are f32. Loads and stores need no alignment.
 ///
 /// # Safety
 /// Every unsafe method asks that the machine has the vector's instruction set, and that the bytes
 /// that a pointer names exist.
-pub(super) trait Vector: Copy + Send + Sync + 'static {
-    /// Numbers of a vector.
+pub(super) trait Lanes: Copy + Send + Sync + 'static {
+    /// Lanes of a vector.
     const LANES: usize;
     /// Zero in every lane.
     const ZERO: Self;
+
+    /// The same 32 bits in every lane.
+    unsafe fn splat(value: f32) -> Self;
+    /// Loads the lanes.
+    unsafe fn load(p: *const u8) -> Self;
+    /// Stores the lanes.
+    unsafe fn store(self, p: *mut u8);
+    /// Adds the products of two vectors to a sum, rounded once where the instruction set has fused
+    /// products.
+    unsafe fn mul_add(self, b: Self, sum: Self) -> Self;
+    /// Sums lane by lane.
+    unsafe fn add(self, other: Self) -> Self;
+}
+
+/// A vector of f32 numbers, which loads other types too.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(super) trait Vector: Lanes {
     /// Registers that a vector takes.
     const PARTS: usize = 1;
 
-    /// The same number in every lane.
-    unsafe fn splat(value: f32) -> Self;
-    /// Loads f32 numbers.
-    unsafe fn load(p: *const u8) -> Self;
     /// Loads bfloat16 numbers, widened.
     unsafe fn load_bf16(p: *const u8) -> Self;
     /// Loads float16 numbers, widened.
@@ -35,18 +50,12 @@ pub(super) trait Vector: Copy + Send + Sync + 'static {
         allow(dead_code, reason = "for vectors with instructions of their own")
     )]
     unsafe fn load_i8(p: *const u8) -> Self;
-    /// Stores f32 numbers.
-    unsafe fn store(self, p: *mut u8);
-    /// Computes `self * b + sum`, rounded once where the instruction set has fused products.
-    unsafe fn mul_add(self, b: Self, sum: Self) -> Self;
-    /// Sums lane by lane.
-    unsafe fn add(self, other: Self) -> Self;
     /// Sums the lanes of vectors `first`, `first + stride`, ... (`O` of them), each as a balanced
     /// tree: halves, quarters, eighths, pairs.
     unsafe fn totals<const O: usize>(sums: &[Self], first: usize, stride: usize) -> [f32; O];
 }
 
-/// Implements [`Vector`] over one set of intrinsics; `$half` holds as many 16-bit numbers.
+/// Implements [`Lanes`] and [`Vector`] over one set of intrinsics; `$half` holds as many 16-bit numbers.
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
     (
@@ -55,7 +64,7 @@ macro_rules! vector {
         halves $load_half:ident, $from_f16:ident, $from_u16:ident,
         bytes $load_bytes:ident, $from_i8:ident, integers $shift:ident, $as_floats:ident, $to_floats:ident
     ) => {
-        impl Vector for $vector {
+        impl Lanes for $vector {
             const LANES: usize = $lanes;
             const ZERO: Self =
                 // SAFETY: as many f32 zeros.
@@ -76,28 +85,6 @@ macro_rules! vector {
 
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn load_bf16(p: *const u8) -> Self {
-                // SAFETY: as above.
-                let words = unsafe { $load_half(p.cast()) };
-                $as_floats($shift::<16>($from_u16(words)))
-            }
-
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn load_f16(p: *const u8) -> Self {
-                // SAFETY: as above.
-                $from_f16(unsafe { $load_half(p.cast()) })
-            }
-
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn load_i8(p: *const u8) -> Self {
-                // SAFETY: as above.
-                $to_floats($from_i8(unsafe { $load_bytes(p.cast()) }))
-            }
-
-            #[inline]
-            #[target_feature(enable = $features)]
             unsafe fn store(self, p: *mut u8) {
                 // SAFETY: an unaligned store to bytes that the caller says exist.
                 unsafe { $store(p.cast(), self) };
@@ -113,6 +100,30 @@ macro_rules! vector {
             #[target_feature(enable = $features)]
             unsafe fn add(self, other: Self) -> Self {
                 $add(self, other)
+            }
+        }
+
+        impl Vector for $vector {
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_bf16(p: *const u8) -> Self {
+                // SAFETY: an unaligned load of bytes that the caller says exist.
+                let words = unsafe { $load_half(p.cast()) };
+                $as_floats($shift::<16>($from_u16(words)))
+            }
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_f16(p: *const u8) -> Self {
+                // SAFETY: an unaligned load of bytes that the caller says exist.
+                $from_f16(unsafe { $load_half(p.cast()) })
+            }
+
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_i8(p: *const u8) -> Self {
+                // SAFETY: an unaligned load of bytes that the caller says exist.
+                $to_floats($from_i8(unsafe { $load_bytes(p.cast()) }))
             }
 
             #[inline]
@@ -223,7 +234,7 @@ impl Plain {
     }
 }
 
-impl Vector for Plain {
+impl Lanes for Plain {
     const LANES: usize = LANES;
     const ZERO: Self = Plain([0.0; LANES]);
 
@@ -236,24 +247,6 @@ impl Vector for Plain {
     unsafe fn load(p: *const u8) -> Self {
         // SAFETY: as the caller says.
         unsafe { Plain::read(p, f32::from_ne_bytes) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16(p: *const u8) -> Self {
-        // SAFETY: as the caller says.
-        unsafe { Plain::read(p, |b| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(p: *const u8) -> Self {
-        // SAFETY: as the caller says.
-        unsafe { Plain::read(p, |b| f16::from_le_bytes(b).to_f32()) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i8(p: *const u8) -> Self {
-        // SAFETY: as the caller says.
-        unsafe { Plain::read(p, |[b]| f32::from(b as i8)) }
     }
 
     #[inline(always)]
@@ -270,6 +263,26 @@ impl Vector for Plain {
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
         Plain(std::array::from_fn(|i| self.0[i] + other.0[i]))
+    }
+}
+
+impl Vector for Plain {
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> Self {
+        // SAFETY: as the caller says.
+        unsafe { Plain::read(p, |b| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u8) -> Self {
+        // SAFETY: as the caller says.
+        unsafe { Plain::read(p, |b| f16::from_le_bytes(b).to_f32()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> Self {
+        // SAFETY: as the caller says.
+        unsafe { Plain::read(p, |[b]| f32::from(b as i8)) }
     }
 
     #[inline(always)]

@@ -220,10 +220,10 @@ fn recorded_exchanges_are_right_at_every_replay() {
     ranks.run(|rank, cuda, host| {
         let mut sum = cuda.buffer(LEN);
         let mut first = cuda.buffer(LEN);
-        cuda.open_steps([1, 1], 32, 1).unwrap();
+        cuda.open_steps([1, 1], 32, 1, 64).unwrap();
         let layout = PageLayout { kv_heads: 1, head_dim: 32, dtype: crate::DType::F32 };
         let memory = cuda.buffer(layout.page_bytes() / 4);
-        let mut pages = Pages::over(layout, &memory, None, layout.page_bytes());
+        let mut pages = [Pages::over(layout, &memory, None, layout.page_bytes())];
         let recorded = cuda
             .record(&mut pages, |cuda, _| {
                 crate::Backend::all_reduce(cuda, &mut [&mut *sum], LEN)?;

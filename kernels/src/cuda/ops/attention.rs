@@ -5,11 +5,13 @@ use shared::dtype::DType;
 use shared::warpgroups::WarpgroupKernel;
 
 use super::by_dtype;
+use crate::backend::append_then_attend;
 use crate::cuda::batch;
 use crate::cuda::gpu::ctas;
+use crate::cuda::pages::Outlet;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Pages, Params};
-use crate::kv::total_tokens;
-use crate::ops::{Alibi, Attention, OpError, PagePool};
+use crate::kv::{PageLayout, StepRow, total_tokens};
+use crate::ops::{Alibi, AppendAttention, Attention, OpError, PagePool};
 use crate::sizes;
 use crate::tuning;
 
@@ -28,6 +30,32 @@ pub(crate) fn launch<G: Gpu>(
     launch_by(cuda, args, by_warpgroups)
 }
 
+/// In the launches of attention alone where `attention_decode.cu` takes it, else as an append and
+/// attention.
+pub(crate) fn launch_append<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    mut args: AppendAttention<'_, Floats, Pages<'_>>,
+) -> Result<(), OpError> {
+    args.check()?;
+    let layout = args.pages.layout();
+    let heads = total_tokens(args.rows) * layout.kv_heads * args.group;
+    let by_decode = match decode_of(cuda, layout, args.rows, args.group) {
+        Some(by_decode) if heads > 0 && layout.head_dim <= sizes::attention_decode::FRESH_DIM => {
+            by_decode
+        }
+        _ => return append_then_attend(cuda, args),
+    };
+    let fresh = Fresh {
+        k: args.k.address(),
+        v: args.v.address(),
+        angles: args.table.map_or(Address(0), Floats::address),
+        outlet: args.pages.outlet(),
+    };
+    let attention = args.attention();
+    let common = common(cuda, &attention)?;
+    decode(cuda, by_decode, attention, common, fresh)
+}
+
 /// The same, with prefill by warpgroups or by warps. A device without warpgroups refuses them.
 pub(crate) fn launch_by<G: Gpu>(
     cuda: &mut Cuda<G>,
@@ -36,47 +64,79 @@ pub(crate) fn launch_by<G: Gpu>(
 ) -> Result<(), OpError> {
     args.check()?;
     let layout = args.pages.layout();
-    let tokens = total_tokens(args.rows);
-    let heads = layout.kv_heads * args.group;
-    if tokens * heads * layout.head_dim == 0 {
+    if total_tokens(args.rows) * layout.kv_heads * args.group * layout.head_dim == 0 {
         return Ok(());
     }
     if layout.head_dim > MAX_HEAD_DIM {
         return Err(OpError::Shape { op: "attention", what: "a head of more than 256 elements" });
     }
-    let common = Common {
+    let common = common(cuda, &args)?;
+    if let Some(by_decode) = decode_of(cuda, layout, args.rows, args.group) {
+        return decode(cuda, by_decode, args, common, Fresh::NOTHING);
+    }
+    let dim = HEAD_DIMS.iter().position(|dim| *dim == layout.head_dim);
+    let dim = dim.filter(|_| layout.dtype != DType::F32);
+    match dim.and_then(|dim| Some((PREFILL.get(dim)?, WGMMA.get(dim)?))) {
+        None => generic(cuda, args, common),
+        Some((_, kernels)) if by_warpgroups => {
+            prefill(cuda, *kernels, sizes::attention_wgmma::QUERIES, args, common)
+        }
+        Some((kernels, _)) => {
+            prefill(cuda, *kernels, sizes::attention_prefill::QUERIES, args, common)
+        }
+    }
+}
+
+/// The kernels of `attention_decode.cu` for a batch, and bytes of the workspace that is not fixed;
+/// `None`: other kernels take it.
+fn decode_of<G: Gpu>(
+    cuda: &Cuda<G>,
+    layout: PageLayout,
+    rows: &[StepRow<'_>],
+    group: usize,
+) -> Option<(Kernels, Option<usize>)> {
+    let dim = HEAD_DIMS.iter().position(|dim| *dim == layout.head_dim)?;
+    if layout.dtype == DType::F32 {
+        return None;
+    }
+    if cuda.fixed().is_some() {
+        return Some((DECODE[dim], None));
+    }
+    let tile_bytes = layout.kv_heads * group * (layout.head_dim + 4) * 4;
+    let workspace = batch::tiles(rows).saturating_mul(tile_bytes);
+    let is_decode = PREFILL.get(dim).is_none()
+        || (total_tokens(rows) <= tuning::CUDA_ATTENTION_DECODE_TOKENS
+            && workspace <= tuning::CUDA_ATTENTION_WORKSPACE_BYTES);
+    is_decode.then_some((DECODE[dim], Some(workspace)))
+}
+
+/// What is on the device for any kernel.
+fn common<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    args: &Attention<'_, Floats, Pages<'_>>,
+) -> Result<Common, OpError> {
+    Ok(Common {
         slopes: slopes(cuda, args.alibi)?,
         alibi_scale: args.alibi.map_or(0.0, |alibi| alibi.scale),
         batch: cuda.batch(args.rows)?,
         logsum: (args.logsum.as_deref()).map_or(Address(0), Floats::address),
         window: window(args.window),
-        tokens,
-        heads,
-    };
-    let dim = HEAD_DIMS.iter().position(|dim| *dim == layout.head_dim);
-    match (dim, layout.dtype) {
-        (None, _) | (_, DType::F32) => generic(cuda, args, common),
-        (Some(dim), _) => {
-            let tile_bytes = heads * (layout.head_dim + 4) * 4;
-            let workspace = batch::tiles(args.rows).saturating_mul(tile_bytes);
-            if cuda.fixed().is_some() {
-                return decode(cuda, DECODE[dim], args, common, None);
-            }
-            let is_decode = tokens <= tuning::CUDA_ATTENTION_DECODE_TOKENS
-                && workspace <= tuning::CUDA_ATTENTION_WORKSPACE_BYTES;
-            match (PREFILL.get(dim), WGMMA.get(dim)) {
-                (_, Some(kernels)) if !is_decode && by_warpgroups => {
-                    let queries = sizes::attention_wgmma::QUERIES;
-                    prefill(cuda, *kernels, queries, args, common)
-                }
-                (Some(kernels), _) if !is_decode => {
-                    let queries = sizes::attention_prefill::QUERIES;
-                    prefill(cuda, *kernels, queries, args, common)
-                }
-                _ => decode(cuda, DECODE[dim], args, common, Some(workspace)),
-            }
-        }
-    }
+        tokens: total_tokens(args.rows),
+        heads: args.pages.layout().kv_heads * args.group,
+    })
+}
+
+/// Keys and values that are not in the pages yet.
+struct Fresh {
+    k: Address,
+    v: Address,
+    angles: Address,
+    outlet: Outlet,
+}
+
+impl Fresh {
+    const NOTHING: Fresh =
+        Fresh { k: Address(0), v: Address(0), angles: Address(0), outlet: Outlet::NONE };
 }
 
 /// Parameters that all kernels share.
@@ -140,10 +200,10 @@ fn generic<G: Gpu>(
 
 fn decode<G: Gpu>(
     cuda: &mut Cuda<G>,
-    (names, shared_bytes): Kernels,
+    ((names, shared_bytes), workspace): (Kernels, Option<usize>),
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
-    workspace: Option<usize>,
+    fresh: Fresh,
 ) -> Result<(), OpError> {
     let layout = args.pages.layout();
     let own = workspace.map(|bytes| cuda.scratch(bytes)).transpose()?;
@@ -161,7 +221,12 @@ fn decode<G: Gpu>(
         shared_bytes: ctas(shared_bytes),
         params: Params::new()
             .read(args.q)
+            .address(fresh.k)
+            .address(fresh.v)
+            .address(fresh.angles)
             .address(args.pages.address())
+            .address(fresh.outlet.address)
+            .count(fresh.outlet.block)
             .address(common.batch)
             .address(common.slopes)
             .address(workspace)
@@ -172,15 +237,18 @@ fn decode<G: Gpu>(
             .count(common.window),
     };
     // SAFETY: as in `generic`; the workspace holds every tile of every head of every token, in a
-    // fixed step because of `set_step`.
+    // fixed step because of `set_step`; new keys, values and angles hold all tokens, and what writes
+    // to the pages has borrowed them so (`launch_append`).
     unsafe { cuda.launch(launch)? };
+    let mergers = tuning::cuda_attention_mergers(device, common.heads * common.tokens);
     let join = Launch {
         kernel: "attention_join",
         grid: [ctas(common.heads), ctas(common.tokens), 1],
-        cta: [ctas(layout.head_dim / 4), ctas(sizes::attention_decode::MERGERS), 1],
+        cta: [ctas(layout.head_dim / 4), ctas(mergers), 1],
         shared_bytes: ctas(
-            sizes::attention_decode::JOIN_SHARED_BASE
-                + sizes::attention_decode::JOIN_SHARED_PER_DIM * layout.head_dim,
+            mergers
+                * (sizes::attention_decode::JOIN_SHARED_BASE
+                    + sizes::attention_decode::JOIN_SHARED_PER_DIM * layout.head_dim),
         ),
         params: Params::new()
             .address(workspace)

@@ -1,6 +1,6 @@
 //! Launches that do the work of several operations of a block, with their bits.
 
-use super::by_dtype;
+use super::{by_dtype, rmsnorm};
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Cuda, Floats, Gpu, Launch, Pages, Params};
 use crate::kv::total_tokens;
@@ -22,7 +22,7 @@ pub(crate) fn add_norm<G: Gpu>(
         None => (
             ["rmsnorm_add_f32", "rmsnorm_add_bf16", "rmsnorm_add_f16"],
             params,
-            sizes::rmsnorm::SHARED,
+            rmsnorm::shared_bytes(width),
         ),
         Some(bias) => (
             ["layernorm_add_f32", "layernorm_add_bf16", "layernorm_add_f16"],

@@ -4,9 +4,12 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::warpgroups::WarpgroupKernel;
 
+use crate::backend::norm_then_multiply;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params};
-use crate::ops::{Gated, Linear, MatrixShape, OpError, Product, Products};
+use crate::ops::{
+    Gated, Linear, MatrixShape, NormedProducts, OpError, Product, Products, SumPlace,
+};
 use crate::sizes;
 use crate::tuning;
 
@@ -71,19 +74,65 @@ pub(crate) fn launch_gated<G: Gpu>(
 ) -> Result<(), OpError> {
     args.check()?;
     let (x, rows) = (args.x, args.rows);
-    let [gate, up] = &args.parts;
-    let like = gate.weight.clone();
-    let kind = |m: &Matrix<G>| (m.quant(), m.dtype(), m.inputs(), m.is_tiled());
-    let is_one = (1..=sizes::linear_cluster::GATED_ROWS).contains(&rows)
-        && like.is_tiled()
-        && kind(&like) == kind(&up.weight)
-        && args.round == like.dtype()
-        && by_clusters(cuda, &like, &args.parts);
-    if is_one {
-        return gemv_by_clusters(cuda, (x, rows), &like, &mut args.parts, true);
+    let like = args.parts[0].weight.clone();
+    if are_one_launch(cuda, rows, &args.parts) && args.round == like.dtype() {
+        return gemv_by_clusters(cuda, (x, rows), &like, &mut args.parts, true, None);
     }
     launch_products(cuda, Products { x, rows, parts: &mut args.parts })?;
     super::silu_mul::launch(cuda, args.activation())
+}
+
+/// In one launch where clusters take the products and registers suffice, else as a norm and
+/// products. Only the launch leaves the sum beside `x`: others still read that.
+pub(crate) fn launch_normed<G: Gpu>(
+    cuda: &mut Cuda<G>,
+    mut args: NormedProducts<'_, '_, Floats, Matrix<G>>,
+) -> Result<SumPlace, OpError> {
+    args.check()?;
+    let (rows, width, round) = (args.norm.rows, args.norm.width, args.norm.round);
+    let is_one = args.norm.bias.is_none()
+        && width <= sizes::linear_cluster::NORM_WIDTH
+        && args.parts.len() <= MAX_PRODUCTS
+        && are_one_launch(cuda, rows, args.parts)
+        && args.parts.iter().all(|part| part.weight.dtype() == round);
+    if !is_one {
+        return norm_then_multiply(cuda, args);
+    }
+    let norm = Normed {
+        y: args.norm.y.address(),
+        weight: args.norm.weight.address(),
+        sum: args.sum.address(),
+        eps: args.norm.eps,
+    };
+    let like = args.parts[0].weight.clone();
+    let input = (&*args.norm.x, rows);
+    gemv_by_clusters(cuda, input, &like, args.parts, args.is_gated, Some(norm))?;
+    Ok(SumPlace::Sum)
+}
+
+/// Whether one launch of `linear_cluster.cu` does more than to multiply with these matrices:
+/// activates, or norms before.
+fn are_one_launch<G: Gpu>(
+    cuda: &Cuda<G>,
+    rows: usize,
+    products: &[Product<'_, Floats, Matrix<G>>],
+) -> bool {
+    let Some(like) = products.first().map(|product| &product.weight) else {
+        return false;
+    };
+    let kind = |m: &Matrix<G>| (m.quant(), m.dtype(), m.inputs(), m.is_tiled());
+    (1..=sizes::linear_cluster::GATED_ROWS).contains(&rows)
+        && like.is_tiled()
+        && products.iter().all(|product| kind(&product.weight) == kind(like))
+        && by_clusters(cuda, like, products)
+}
+
+/// The norm of the input of products, in addresses.
+struct Normed {
+    y: Address,
+    weight: Address,
+    sum: Address,
+    eps: f32,
 }
 
 /// The kernel for warpgroups that multiplies many rows with a tiled matrix.
@@ -163,7 +212,7 @@ fn gemv<G: Gpu>(
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     if by_clusters(cuda, like, products) {
-        return gemv_by_clusters(cuda, (x, rows), like, products, false);
+        return gemv_by_clusters(cuda, (x, rows), like, products, false, None);
     }
     let device = cuda.gpu().properties();
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();
@@ -174,18 +223,48 @@ fn gemv<G: Gpu>(
         device.multiprocessors as usize,
         device.shared_bytes as usize,
     );
-    let launch = Launch {
-        kernel: gemv_kernel(like, sizes),
+    let kernel = gemv_kernel(like, sizes, rows);
+    let launch = |x: Address, products: &mut [Product<'_, Floats, Matrix<G>>]| Launch {
+        kernel,
         grid: [ctas(tiles(products, 16 * sizes.m)), 1, 1],
         cta: [ctas(sizes::linear_gemv::CTA_THREADS), 1, 1],
         shared_bytes: ctas(sizes.shared_bytes),
-        params: params_of(products).read(x).count(like.inputs()).count(rows).count(sizes.stages),
+        params: params_of(products).address(x).count(like.inputs()).count(rows).count(sizes.stages),
     };
-    // SAFETY: as in `generic`; the matrices begin at multiples of 256, their rows are whole blocks.
-    unsafe { cuda.launch(launch) }
+    if rows == 1 {
+        // SAFETY: as in `generic`; the matrices begin at multiples of 256, their rows are whole
+        // blocks.
+        return unsafe { cuda.launch(launch(x.address(), products)) };
+    }
+    let bytes = tuning::cuda_packed_bytes(like.inputs(), 8 * sizes.n);
+    let own = match cuda.fixed() {
+        Some(_) => None,
+        None => Some(cuda.scratch(bytes)?),
+    };
+    let packed = match (&own, cuda.fixed()) {
+        (Some(own), _) => own.address(),
+        (None, Some(fixed)) if bytes <= fixed.workspace.bytes() => fixed.workspace.address(),
+        (None, _) => {
+            let what = "more inputs than recorded steps have memory for";
+            return Err(OpError::Shape { op: "linear", what });
+        }
+    };
+    let is_f16 = usize::from(like.dtype() == DType::F16);
+    let pack = Launch {
+        kernel: ["linear_pack_bf16", "linear_pack_f16"][is_f16],
+        grid: [ctas(like.inputs() / 64), ctas(sizes.n), 1],
+        cta: [32, 1, 1],
+        shared_bytes: 0,
+        params: Params::new().read(x).address(packed).count(like.inputs()).count(rows),
+    };
+    // SAFETY: `packed` has room for all tiles of rows; what else uses the memory of a fixed step
+    // comes before or after both launches.
+    unsafe { cuda.launch(pack)? };
+    // SAFETY: as above.
+    unsafe { cuda.launch(launch(packed, products)) }
 }
 
-fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv) -> &'static str {
+fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv, rows: usize) -> &'static str {
     let format = match like.quant() {
         QuantType::None => 0,
         QuantType::Int8 => 1,
@@ -193,10 +272,11 @@ fn gemv_kernel<G: Gpu>(like: &Matrix<G>, sizes: tuning::CudaGemv) -> &'static st
     };
     let dtype = if like.dtype() == DType::F16 { 1 } else { 0 };
     let m = if sizes.m == 2 { 1 } else { 0 };
-    let n = match sizes.n {
-        1 => 0,
-        2 => 1,
-        _ => 2,
+    let n = match (rows, sizes.n) {
+        (1, _) => 0,
+        (_, 1) => 1,
+        (_, 2) => 2,
+        _ => 3,
     };
     GEMV[format][dtype][m][n]
 }
@@ -213,14 +293,18 @@ fn by_clusters<G: Gpu>(
 }
 
 /// The same on clusters of CTAs. With `is_gated`, the two products are gate and up of an MLP, and
-/// the activated gate is written.
+/// the activated gate is written. The input may have to be normed first; a whole segment of it is
+/// then in shared memory.
 fn gemv_by_clusters<G: Gpu>(
     cuda: &mut Cuda<G>,
     (x, rows): (&Floats, usize),
     like: &Matrix<G>,
     products: &mut [Product<'_, Floats, Matrix<G>>],
     is_gated: bool,
+    norm: Option<Normed>,
 ) -> Result<(), OpError> {
+    let nothing = Address(0);
+    let norm = norm.unwrap_or(Normed { y: nothing, weight: nothing, sum: nothing, eps: 0.0 });
     let device = cuda.gpu().properties();
     let sizes = tuning::cuda_cluster(
         (tiles(products, sizes::linear_cluster::STRIP), like.inputs(), rows),
@@ -244,9 +328,14 @@ fn gemv_by_clusters<G: Gpu>(
             .count(like.inputs())
             .count(rows)
             .count(sizes.window)
-            .count(usize::from(is_gated)),
+            .count(usize::from(is_gated))
+            .address(norm.y)
+            .address(norm.weight)
+            .address(norm.sum)
+            .float(norm.eps),
     };
-    // SAFETY: as in `gemv`; gated products have the same outputs.
+    // SAFETY: as in `gemv`; gated products have the same outputs; the check of a norm has made sure
+    // that what is added, and its sum, have the size of x.
     unsafe { cuda.launch(launch) }
 }
 
@@ -349,13 +438,23 @@ const GENERIC: [[&str; 3]; 3] = [
     ["linear_generic_nf4_f32", "linear_generic_nf4_bf16", "linear_generic_nf4_f16"],
 ];
 
-/// By format, dtype, tiles of outputs and tiles of rows.
-const GEMV: [[[[&str; 3]; 2]; 2]; 3] = {
+/// By format, dtype, tiles of outputs and tiles of rows, of which the first is for one row.
+const GEMV: [[[[&str; 4]; 2]; 2]; 3] = {
     macro_rules! sizes {
         ($name:literal) => {
             [
-                [concat!($name, "_m1n1"), concat!($name, "_m1n2"), concat!($name, "_m1n4")],
-                [concat!($name, "_m2n1"), concat!($name, "_m2n2"), concat!($name, "_m2n4")],
+                [
+                    concat!($name, "_m1r1"),
+                    concat!($name, "_m1n1"),
+                    concat!($name, "_m1n2"),
+                    concat!($name, "_m1n4"),
+                ],
+                [
+                    concat!($name, "_m2r1"),
+                    concat!($name, "_m2n1"),
+                    concat!($name, "_m2n2"),
+                    concat!($name, "_m2n4"),
+                ],
             ]
         };
     }

@@ -9,6 +9,11 @@ use crate::tuning;
 
 const KERNELS: [&str; 3] = ["rmsnorm_f32", "rmsnorm_bf16", "rmsnorm_f16"];
 
+/// Bytes of shared memory for rows of this width.
+pub(super) fn shared_bytes(width: usize) -> usize {
+    width.div_ceil(64) * sizes::rmsnorm::SHARED_PER_BLOCK
+}
+
 /// Enqueues the norm.
 pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Rmsnorm<'_, Floats>) -> Result<(), OpError> {
     args.check()?;
@@ -19,7 +24,7 @@ pub(crate) fn launch<G: Gpu>(cuda: &mut Cuda<G>, args: Rmsnorm<'_, Floats>) -> R
         kernel: by_dtype(KERNELS, args.round),
         grid: [ctas(args.rows), 1, 1],
         cta: [tuning::cuda_norm_threads(args.width), 1, 1],
-        shared_bytes: ctas(sizes::rmsnorm::SHARED),
+        shared_bytes: ctas(shared_bytes(args.width)),
         params: Params::new()
             .read(args.x)
             .read(args.weight)

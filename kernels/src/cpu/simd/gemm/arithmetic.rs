@@ -54,7 +54,7 @@ pub(in crate::cpu::simd) trait Arithmetic:
     const CHUNK: usize;
     /// Zero in every lane.
     const ZERO: Self::Accumulator;
-    /// Whether products of many rows go over packed panels (`panels`): decoded weights are f32, an
+    /// Whether products of many rows go over packed panels of f32 (`panels`): decoded weights are f32, an
     /// accumulator is one vector of them, and lane `c` sums inputs `c`, `c + STEP`, ...
     #[cfg_attr(
         not(any(target_arch = "x86_64", target_arch = "aarch64")),

@@ -16,7 +16,7 @@ use crate::cpu::simd::Isa;
 use crate::cpu::simd::line::{LINE, Line, floats};
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::simd::neon::Neon;
-use crate::cpu::simd::vector::{Plain, Vector};
+use crate::cpu::simd::vector::{Lanes, Plain, Vector};
 use crate::ops::convert;
 use crate::quant::int8;
 use crate::tensor::WeightView;
@@ -32,7 +32,7 @@ pub(super) struct Float<V>(PhantomData<V>);
 #[derive(Clone, Copy)]
 pub(super) struct Groups;
 
-/// [`Groups`] where AVX-512 decodes them: the same vectors, sums and bits.
+/// The same by groups of four vectors of sixteen lanes.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct WideGroups;
@@ -163,8 +163,8 @@ float!(Groups, __m256, halves 8, set Avx2, target "avx2,fma,f16c", accumulators 
     tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
-float!(WideGroups, __m256, halves 8, set Avx512,
-    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 12, rows 1, tiles 1, panels false,
+float!(WideGroups, __m512, halves 4, set Avx512,
+    target "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", accumulators 24, rows 1, tiles 1, panels false,
     work |row_bytes, inputs, rows| (row_bytes.max(inputs), 2 * rows));
 #[cfg(target_arch = "x86_64")]
 float!(Float<__m512>, __m512, halves 1, set Avx512,

@@ -4,8 +4,8 @@
 //! | --- | --- | --- | --- | --- |
 //! | bfloat16 | bfloat16 pairs | f32, 16 lanes | f32, 8 lanes | f32, plain |
 //! | f32, float16 | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
-//! | INT8 | bfloat16 pairs, else f32, 8 lanes | f32, 8 lanes | f32, 8 lanes | f32, plain |
-//! | NF4, rows of whole groups | bfloat16 pairs, else f32, 8 lanes | f32, 8 lanes | f32, 8 lanes | f32, plain |
+//! | INT8 | bfloat16 pairs, else f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
+//! | NF4, rows of whole groups | bfloat16 pairs, else f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
 //! | NF4, other rows | f32, 16 lanes | f32, 16 lanes | f32, 8 lanes | f32, plain |
 //!
 //! On 64-bit ARM bfloat16 pairs are those of `bfdot`, where the processor has it; everything else is f32 in
@@ -13,9 +13,8 @@
 //!
 //! Pairs multiply matrices whose arithmetic is bfloat16, in tiles on AMX ([`tiled`]). Every element of the output has one
 //! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
-//! lanes: the same bits in every tile, piece and thread ([`blocking`]). For more than 32 rows, f32
-//! products go over packed panels in vectors of the whole instruction set, with the same bits
-//! ([`panels`]).
+//! lanes: the same bits in every tile, piece and thread ([`blocking`]). Products of many rows go over packed
+//! panels in vectors of the whole instruction set, with the same bits ([`panels`]).
 
 mod arithmetic;
 mod blocking;
@@ -52,6 +51,8 @@ use neon::BfDot;
 
 #[cfg(target_arch = "aarch64")]
 use super::neon::Neon;
+#[cfg(target_arch = "x86_64")]
+use super::outer::Pairs512;
 use super::vector::{Plain, Vector};
 use super::{Isa, Scratch, Vectors};
 use crate::cpu::pool::{Disjoint, Pool};
@@ -152,14 +153,15 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                     int8_parts(weight).map(|parts| sources::Int8 { parts, inputs })
                 });
             }
-            if self.isa.vectors() != Vectors::Plain {
+            let source = |weight| int8_parts(weight).map(|parts| Stored::int8(parts, inputs));
+            match self.isa.vectors() {
                 #[cfg(target_arch = "x86_64")]
-                type Codes = Float<__m256>;
+                Vectors::Avx512 => return self.multiply::<Float<__m512>, _>(source),
+                #[cfg(target_arch = "x86_64")]
+                Vectors::Avx2 => return self.multiply::<Float<__m256>, _>(source),
                 #[cfg(target_arch = "aarch64")]
-                type Codes = Float<Neon>;
-                return self.multiply::<Codes, _>(|weight| {
-                    int8_parts(weight).map(|parts| Stored::int8(parts, inputs))
-                });
+                Vectors::Neon => return self.multiply::<Float<Neon>, _>(source),
+                Vectors::Plain => {}
             }
         }
         self.multiply::<Float<Plain>, _>(|weight| Some(View(weight)));
@@ -200,23 +202,27 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                 .pairs(|weight| nf4_parts(weight).map(|parts| sources::Nf4 { parts, inputs }));
         }
         match (self.isa.vectors(), dtype) {
-            (Vectors::Avx512, DType::Bf16) if self.args.rows == 1 => {
-                self.multiply::<WideGroups, _>(|weight| {
-                    nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
-                });
-            }
-            (_, DType::Bf16) if self.args.rows == 1 => self.multiply::<Groups, _>(|weight| {
+            (Vectors::Avx512, _) => self.groups::<WideGroups, Float<__m512>, _>(|weight| {
+                nf4_parts(weight).map(|parts| nf4::WideNf4 { parts, inputs, dtype })
+            }),
+            (_, DType::Bf16) => self.groups::<Groups, Float<__m256>, _>(|weight| {
                 nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
             }),
-            _ if self.args.rows == 1 => self.multiply::<Groups, _>(|weight| {
+            _ => self.groups::<Groups, Float<__m256>, _>(|weight| {
                 nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
             }),
-            (_, DType::Bf16) => self.multiply::<Float<__m256>, _>(|weight| {
-                nf4_parts(weight).map(|parts| nf4::Nf4Bf16 { parts, inputs })
-            }),
-            _ => self.multiply::<Float<__m256>, _>(|weight| {
-                nf4_parts(weight).map(|parts| nf4::Nf4 { parts, inputs, dtype })
-            }),
+        }
+    }
+
+    /// Multiplies a single row by groups `G`, several in vectors `V`: both have the same bits.
+    #[cfg(target_arch = "x86_64")]
+    fn groups<G: Arithmetic, V: Arithmetic, S: Source<G> + Source<V>>(
+        &mut self,
+        source: impl Fn(WeightView<'w>) -> Option<S>,
+    ) {
+        match self.args.rows {
+            1 => self.multiply::<G, S>(source),
+            _ => self.multiply::<V, S>(source),
         }
     }
 
@@ -252,6 +258,17 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                 // SAFETY: the machine has `isa`, or the model has the tiles that it lacks; a view
                 // holds all rows of its shape.
                 unsafe { tiled::multiply(self.isa, memory, x, &operands) };
+            }
+            _ if tuning::pairs_take_panels(rows, inputs) => {
+                let x = (self.args.x, rows, inputs);
+                let operands = operands(&mut self.args, source);
+                let (pool, panels, dtype) = (&mut *self.pool, &mut self.scratch.panels, self.dtype);
+                // SAFETY: the machine has bfloat16 pairs; a view holds all rows of its shape.
+                unsafe {
+                    panels::multiply::<Pairs512, pairs::Pairs, S>(
+                        pool, panels, dtype, x, &operands,
+                    );
+                }
             }
             _ => self.multiply::<pairs::Pairs, _>(source),
         }

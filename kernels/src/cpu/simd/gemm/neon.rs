@@ -16,7 +16,7 @@ use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::line::{LINE, Line};
 use crate::cpu::simd::neon::{Neon, total4};
-use crate::cpu::simd::vector::Vector;
+use crate::cpu::simd::vector::{Lanes, Vector};
 use crate::ops::convert::bf16_bits;
 use crate::quant::nf4;
 use crate::tuning;

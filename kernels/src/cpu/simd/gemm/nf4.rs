@@ -1,8 +1,7 @@
-//! NF4 matrices as f32 products in vectors of eight lanes read them, a group of 64 weights at a time: for
-//! several rows decoded into lines that stay in the first-level cache, for one multiplied from registers.
+//! NF4 matrices as f32 products read them, a group of 64 weights at a time: for several rows decoded into lines
+//! that stay in the first-level cache, for one multiplied from registers.
 //!
-//! Floor: a GEMV reads 4.1 bits per weight, but decoding is the bound, and for one row the chain of its sums:
-//! eight dependent products for each group of an output.
+//! Floor: a GEMV reads 4.1 bits per weight, but decoding is the bound.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -12,11 +11,9 @@ use shared::dtype::DType;
 use super::arithmetic::{IN_ORDER, Source};
 use super::float::{Float, Groups, WideGroups};
 use crate::cpu::simd::line::{Line, floats};
+use crate::cpu::simd::vector::Lanes;
 use crate::ops::convert;
 use crate::quant::nf4;
-
-/// Weights of one vector.
-const STEP: usize = 8;
 
 /// NF4 whose rows are whole groups of 64: a group is decoded by a table of its sixteen weights in two
 /// registers.
@@ -36,25 +33,40 @@ pub(super) struct Nf4Bf16<'a> {
     pub(super) inputs: usize,
 }
 
-/// Implements [`Source`] by groups: `$decode` gives the eight vectors of one.
+/// [`Nf4`] in AVX-512: a table of its sixteen weights in one register.
+#[derive(Clone, Copy)]
+pub(super) struct WideNf4<'a> {
+    pub(super) parts: nf4::Parts<'a>,
+    pub(super) inputs: usize,
+    /// To which weights are rounded.
+    pub(super) dtype: DType,
+}
+
+/// Implements [`Source`] for single rows by groups, and for several rows by vectors that are always decoded first, by
+/// groups too: `$decode` gives the vectors of one.
 macro_rules! by_groups {
-    ($source:ident, $arithmetic:ty, order $order:expr, $features:literal, $decode:ident) => {
-        impl Source<$arithmetic> for $source<'_> {
+    ($source:ident, $groups:ty, [$vector:ty; $count:literal], order $order:expr, $features:literal, $decode:ident) => {
+        impl Source<$groups> for $source<'_> {
             const ORDER: [u8; 64] = $order;
             const SHARED_FROM: usize = usize::MAX;
 
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn load(self, output: usize, at: usize) -> [__m256; 8] {
+            unsafe fn load(self, output: usize, at: usize) -> [$vector; $count] {
                 // SAFETY: as the caller says.
                 unsafe { self.$decode(output, at) }
             }
 
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 8] {
+            unsafe fn load_tail(
+                self,
+                _output: usize,
+                _at: usize,
+                _left: usize,
+            ) -> [$vector; $count] {
                 // Rows are whole groups: the dispatch takes no others.
-                [_mm256_setzero_ps(); 8]
+                [<$vector>::ZERO; $count]
             }
 
             fn row(self, output: usize) -> *const u8 {
@@ -65,41 +77,39 @@ macro_rules! by_groups {
                 1.0
             }
         }
-    };
-}
 
-/// Implements [`Source`] of single vectors, which are always decoded first, by groups.
-macro_rules! decoded_first {
-    ($source:ident, order $order:expr) => {
-        impl Source<Float<__m256>> for $source<'_> {
+        impl Source<Float<$vector>> for $source<'_> {
             const ORDER: [u8; 64] = $order;
             const SHARED_FROM: usize = 1;
 
             #[inline]
-            #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn load(self, _output: usize, _at: usize) -> [__m256; 1] {
-                [_mm256_setzero_ps()]
+            #[target_feature(enable = $features)]
+            unsafe fn load(self, _output: usize, _at: usize) -> [$vector; 1] {
+                [<$vector>::ZERO]
             }
 
             #[inline]
-            #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [__m256; 1] {
-                [_mm256_setzero_ps()]
+            #[target_feature(enable = $features)]
+            unsafe fn load_tail(self, _output: usize, _at: usize, _left: usize) -> [$vector; 1] {
+                [<$vector>::ZERO]
             }
 
-            #[target_feature(enable = "avx2,fma,f16c")]
+            #[target_feature(enable = $features)]
             unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
                 let groups = floats(to).chunks_exact_mut(nf4::GROUP);
                 for (start, to) in range.step_by(nf4::GROUP).zip(groups) {
                     // SAFETY: the group exists, as its weights do.
-                    let weights = unsafe { self.group(output, start) };
-                    // SAFETY: as the caller says.
-                    unsafe { store(weights, to) };
+                    let weights = unsafe { self.$decode(output, start) };
+                    let to = to.chunks_exact_mut(<$vector>::LANES);
+                    for (weights, to) in weights.into_iter().zip(to) {
+                        // SAFETY: a vector of numbers.
+                        unsafe { weights.store(to.as_mut_ptr().cast()) };
+                    }
                 }
             }
 
             fn row(self, output: usize) -> *const u8 {
-                Source::<Groups>::row(self, output)
+                Source::<$groups>::row(self, output)
             }
 
             fn scale(self, _output: usize) -> f32 {
@@ -109,12 +119,10 @@ macro_rules! decoded_first {
     };
 }
 
-by_groups!(Nf4, Groups, order IN_ORDER, "avx2,fma,f16c", group);
-by_groups!(Nf4Bf16, Groups, order BYTES_ORDER, "avx2,fma,f16c", group);
-by_groups!(Nf4Bf16, WideGroups, order BYTES_ORDER,
-    "avx512f,avx512bw,avx512vl,avx2,fma,f16c", wide_group);
-decoded_first!(Nf4, order IN_ORDER);
-decoded_first!(Nf4Bf16, order BYTES_ORDER);
+by_groups!(Nf4, Groups, [__m256; 8], order IN_ORDER, "avx2,fma,f16c", group);
+by_groups!(Nf4Bf16, Groups, [__m256; 8], order BYTES_ORDER, "avx2,fma,f16c", group);
+by_groups!(WideNf4, WideGroups, [__m512; 4], order NIBBLES_ORDER,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", group);
 
 impl Nf4<'_> {
     /// Decodes weights `range` of row `output`, whole groups, in their order.
@@ -211,39 +219,56 @@ impl Nf4Bf16<'_> {
         }
         weights
     }
+}
 
-    /// The same in AVX-512.
+/// Of each 16 bytes of codes the first weights, then the second ones.
+const NIBBLES_ORDER: [u8; 64] = {
+    let mut order = [0; 64];
+    let mut position = 0;
+    while position < 64 {
+        let (half, second, byte) = (position / 32, position / 16 % 2, position % 16);
+        order[position] = (32 * half + 2 * byte + second) as u8;
+        position += 1;
+    }
+    order
+};
+
+impl WideNf4<'_> {
+    /// As [`Nf4::group`], in [`NIBBLES_ORDER`].
     ///
     /// # Safety
-    /// As [`Nf4::group`]; the machine has AVX-512 F, BW and VL.
+    /// The machine has AVX-512 F, BW and VL; the weights exist.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-    unsafe fn wide_group(self, output: usize, at: usize) -> [__m256; 8] {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn group(self, output: usize, at: usize) -> [__m512; 4] {
         // SAFETY: the group of 64 exists, as its weights do.
         let scale = unsafe { self.parts.scale_unchecked(output, at / nf4::GROUP) };
         // SAFETY: sixteen f32.
         let levels = unsafe { _mm512_loadu_ps(nf4::LEVELS.as_ptr()) };
-        let table = rounded16(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
+        let exact = _mm512_mul_ps(levels, _mm512_set1_ps(scale));
+        let table = match self.dtype {
+            DType::Bf16 => rounded16(exact),
+            DType::F16 => _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(exact)),
+            DType::F32 => exact,
+        };
         let codes = self.parts.codes.as_ptr().wrapping_add((output * self.inputs + at) / 2);
-        // SAFETY: the group has 32 bytes of codes.
-        let codes = unsafe { _mm256_loadu_si256(codes.cast()) };
-        let zero = _mm256_setzero_si256();
-        // A look-up takes the lower four bits of a word: those of odd weights.
-        let odd = [_mm256_unpacklo_epi8(codes, zero), _mm256_unpackhi_epi8(codes, zero)];
-        let even = odd.map(|codes| _mm256_srli_epi16::<4>(codes));
-        let mut weights = [zero; 8];
-        for (codes, weights) in even.into_iter().chain(odd).zip(weights.as_chunks_mut::<2>().0) {
-            let words = _mm256_permutexvar_epi16(codes, table);
-            *weights = [_mm256_unpacklo_epi16(zero, words), _mm256_unpackhi_epi16(zero, words)];
+        let mut weights = [_mm512_setzero_ps(); 4];
+        for (half, weights) in weights.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            // SAFETY: the group has 32 bytes of codes.
+            let bytes = unsafe { _mm_loadu_si128(codes.wrapping_add(16 * half).cast()) };
+            let bytes = _mm512_cvtepu8_epi32(bytes);
+            // A look-up takes the lower four bits; the upper half of a byte comes first.
+            *weights = [_mm512_srli_epi32::<4>(bytes), bytes]
+                .map(|codes| _mm512_permutexvar_ps(codes, table));
         }
-        weights.map(|weights| _mm256_castsi256_ps(weights))
+        weights
     }
 }
 
-/// Sixteen numbers rounded to bfloat16: [`bf16_bits`](convert::bf16_bits) of each.
+/// Sixteen numbers rounded to bfloat16: [`bf16_bits`](convert::bf16_bits) of each, widened.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn rounded16(values: __m512) -> __m256i {
+fn rounded16(values: __m512) -> __m512 {
     let bits = _mm512_castps_si512(values);
     let upper = _mm512_srli_epi32::<16>(bits);
     let even = _mm512_and_si512(upper, _mm512_set1_epi32(1));
@@ -251,20 +276,7 @@ fn rounded16(values: __m512) -> __m256i {
     let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
     let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
     let quiet = _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x40));
-    _mm512_cvtepi32_epi16(quiet)
-}
-
-/// Stores the eight vectors of a group.
-///
-/// # Safety
-/// The machine has AVX2.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn store(weights: [__m256; 8], to: &mut [f32]) {
-    for (weights, to) in weights.into_iter().zip(to.chunks_exact_mut(STEP)) {
-        // SAFETY: 8 elements.
-        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), weights) };
-    }
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(quiet))
 }
 
 /// Lower and upper bytes of the sixteen weights of a group as bfloat16, twice each.

@@ -1,20 +1,20 @@
-//! Products of many rows over packed f32 panels, with the bits of [`super::blocking`].
+//! Products of many rows over packed panels, with the bits of [`super::blocking`].
 //!
 //! ```text
 //! group of rows > strip of outputs (a thread) > chunk of the inputs, decoded once into a panel
-//!     > class of the inputs: a run of the panel that stays in the first-level cache > tile of rows
+//!     > tile of rows, whose sums stay in the first-level cache > class of the inputs: a run of the panel
 //! ```
 //!
-//! [`super::blocking`] gives an element one accumulator vector, whose lane `c` sums the inputs of
-//! class `c` (`input % lanes`) from first to last, and a tree that sums the lanes. Here the inputs
-//! and weights are sorted by class, an outer product ([`Outer::tile`]) sums one class after the
+//! An item is an f32, or a pair of bfloat16. [`super::blocking`] gives an element one accumulator vector, whose
+//! lane `c` sums the items of class `c` (`item % lanes`) from first to last, and a tree that sums the lanes. Here
+//! the inputs and weights are sorted by class, an outer product ([`Outer::tile`]) sums one class after the
 //! other, and [`Outer::fold`] takes the same tree. Every element has the same chain of the same
 //! operations, so the choice between the two may depend on the number of rows.
 //!
-//! Memory of a thread: a panel of a chunk, and the sums of
-//! all classes of a group of rows: 0.8 MiB in AVX-512, 0.3 MiB in AVX2.
+//! Memory of a thread: a panel of a chunk (256 KiB in AVX-512, 128 KiB in AVX2), and the sums of a tile, or of all tiles of a group
+//! where the inputs are several chunks (1 MiB in AVX-512, 256 KiB in AVX2).
 //!
-//! Floor: `2 * rows * outputs * inputs` operations over the f32 rate of the multipliers.
+//! Floor: `2 * rows * outputs * inputs` operations over the rate of the multipliers.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -43,7 +43,7 @@ struct Local {
     decoded: Vec<Line>,
     /// A chunk of a strip: `[class][step][2 vectors]`.
     panel: Vec<Line>,
-    /// `[class][row][2 vectors]`.
+    /// `[tile][class][row][2 vectors]`.
     sums: Vec<Line>,
 }
 
@@ -72,7 +72,8 @@ impl Shared<'_> {
 ///
 /// # Safety
 /// The machine has the instruction sets of the vector and of the arithmetic, whose accumulator is
-/// one vector of f32; each source has its `outputs` rows of `inputs` weights.
+/// one vector of f32 and whose decoded weights are items of the vector; each source has its
+/// `outputs` rows of `inputs` weights.
 pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: Source<A>>(
     pool: &mut Pool,
     panels: &mut Vec<Line>,
@@ -87,13 +88,15 @@ pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: Source<A>>(
         (0..outputs).step_by(width).map(strip)
     };
     let strips: Vec<_> = operands.iter().enumerate().flat_map(strips_of).collect();
-    let chunk = A::STEP * tuning::panel_steps(V::LANES);
+    let classes = classes::<V, A>();
+    let chunk = V::ITEM * classes * tuning::panel_steps(V::LANES);
     let groups = rows.div_ceil(tuning::PANEL_GROUP_ROWS);
     for group in 0..groups {
         let range = group * rows / groups..(group + 1) * rows / groups;
         let x = &x[range.start * inputs..range.end * inputs];
         let order = in_another_order(S::ORDER);
-        let rows = Rows { x, width: inputs, dtype, order, classes: A::STEP, chunk };
+        let (width, item, step) = (inputs, V::ITEM, A::STEP);
+        let rows = Rows { x, width, dtype, order, item, classes, step, chunk };
         let (first, count, tiles) = (range.start, range.len(), range.len().div_ceil(V::ROWS));
         let mut shared = Shared { rows, packed: &[], first, count, tiles };
         resize(panels, rows.packed().div_ceil(LINE_FLOATS));
@@ -138,11 +141,17 @@ impl Next {
         Ahead {
             weights: self.start.wrapping_add(row * self.row_bytes + column),
             weight_bytes: total.div_ceil(tiles.max(1)).div_ceil(steps.max(1)),
-            // The sums of the next tile follow those of this one.
+            // The sums of the next class follow those of this one.
             sums: sums.as_ptr_range().end.cast(),
             sum_bytes: size_of_val(sums).div_ceil(steps.max(1)),
         }
     }
+}
+
+/// Lanes of an accumulator, each of which sums a class of the inputs.
+const fn classes<V: Outer, A: Arithmetic>() -> usize {
+    assert!(A::STEP_BYTES * V::ITEM == 4 * A::STEP, "a decoded step is one of items");
+    A::STEP / A::HALVES / V::ITEM
 }
 
 /// Returns the order of a source if it is another one than that of the inputs.
@@ -158,16 +167,20 @@ fn strip<V: Outer, A: Arithmetic, S: Source<A>>(
     next: *const u8,
     local: &mut Local,
 ) {
-    let (width, rows, inputs) = (WIDTH * V::LANES, shared.count, shared.rows.width);
-    resize(&mut local.sums, (A::STEP * rows * width).div_ceil(LINE_FLOATS));
-    let row_bytes = operand.row_bytes;
+    let (width, inputs) = (WIDTH * V::LANES, shared.rows.width);
+    let (count, row_bytes) = (shared.rows.classes, operand.row_bytes);
+    // A line between classes: those of a power of two would share their sets of the cache.
+    let sums_of = Classes { count, stride: V::ROWS * width + LINE_FLOATS };
+    // Sums are kept from chunk to chunk; those of a single one stay in the first-level cache.
+    let kept = if shared.rows.chunk < inputs { count * sums_of.stride } else { 0 };
+    resize(&mut local.sums, (kept * shared.tiles).max(count * sums_of.stride) / LINE_FLOATS);
     let bytes = |inputs_of: usize| row_bytes * inputs_of / inputs;
+    let factors = Factors::new::<A, S>(operand, outputs.clone());
     for start in (0..inputs).step_by(shared.rows.chunk) {
         let range = shared.rows.chunk(start);
-        let steps = range.len().div_ceil(A::STEP);
-        // A line between runs: those of a power of two would share their sets of the cache.
+        let steps = shared.rows.steps(range.len());
         let run = steps * width + LINE_FLOATS;
-        let classes = Classes { count: A::STEP, stride: run };
+        let classes = Classes { count, stride: run };
         decode::<V, A, S>(operand.source, outputs.clone(), range.clone(), classes, local);
         let (next, later) = match range.end < inputs {
             true => {
@@ -176,26 +189,36 @@ fn strip<V: Outer, A: Arithmetic, S: Source<A>>(
             }
             false => (next, shared.rows.chunk(0)),
         };
-        let (outputs, bytes) = (outputs.len(), bytes(later.len()));
-        let next = Next { start: next, row_bytes, outputs, bytes };
+        let bytes = bytes(later.len());
+        let next = Next { start: next, row_bytes, outputs: outputs.len(), bytes };
         let (panel, sums) = (floats(&mut local.panel), floats(&mut local.sums));
-        for class in 0..A::STEP {
-            let weights = &panel[class * run..][..steps * width];
-            for index in 0..shared.tiles {
-                let tile = shared.tile(index);
-                let (count, first) = (tile.len(), shared.rows.run(&range, class, &tile));
-                let x = &shared.packed[first..first + count * steps];
-                let out = &mut sums[(class * rows + tile.start) * width..][..count * width];
-                let (call, calls) = (class * shared.tiles + index, A::STEP * shared.tiles);
-                let ahead = next.ahead(call, calls, steps, out);
+        for index in 0..shared.tiles {
+            let (tile, sums) = (shared.tile(index), &mut sums[index * kept..]);
+            for class in 0..count {
+                let weights = &panel[class * run..][..steps * width];
+                let first = shared.rows.run(&range, class, &tile);
+                let x = &shared.packed[first..first + tile.len() * steps];
+                let out = &mut sums[class * sums_of.stride..][..tile.len() * width];
+                let ahead = next.ahead(index * count + class, count * shared.tiles, steps, out);
                 let out = Sums { out: out.as_mut_ptr(), stride: width, is_new: start == 0 };
                 // SAFETY: the caller of `multiply` has the instruction set; the slices hold the
                 // steps and rows of the tile.
-                unsafe { tile_of::<V>(count, steps, x.as_ptr(), weights.as_ptr(), out, ahead) };
+                unsafe {
+                    tile_of::<V>(tile.len(), steps, x.as_ptr(), weights.as_ptr(), out, ahead)
+                };
+            }
+            if range.end == inputs {
+                store::<V, S>(
+                    shared.first,
+                    tile,
+                    operand,
+                    outputs.clone(),
+                    &factors,
+                    (sums, sums_of),
+                );
             }
         }
     }
-    store::<V, A, S>(shared, operand, outputs, floats(&mut local.sums));
 }
 
 /// Decodes the weights `range` of some outputs into the panel; zeros follow the last output.
@@ -216,7 +239,7 @@ fn decode<V: Outer, A: Arithmetic, S: Source<A>>(
         }
         for start in range.clone().step_by(DECODED) {
             let part = start..range.end.min(start + DECODED);
-            let count = part.len().next_multiple_of(A::STEP);
+            let count = part.len().next_multiple_of(A::STEP) / V::ITEM;
             for (output, row) in own.clone().zip(decoded.chunks_exact_mut(DECODED_LINES)) {
                 // SAFETY: the caller of `multiply` has the instruction set, and the source has
                 // these rows and inputs.
@@ -224,7 +247,7 @@ fn decode<V: Outer, A: Arithmetic, S: Source<A>>(
                     A::decode(source, output, part.clone(), &mut row[..DECODED_LINES - 1]);
                 };
             }
-            let step = (start - range.start) / A::STEP;
+            let step = (start - range.start) / (V::ITEM * classes.count);
             let to = &mut floats(panel)[step * WIDTH * V::LANES + lane..];
             let from = floats(decoded).as_ptr();
             let stride = DECODED_LINES * LINE_FLOATS;
@@ -235,30 +258,47 @@ fn decode<V: Outer, A: Arithmetic, S: Source<A>>(
     }
 }
 
-/// Epilogue of a strip: sums the classes, scales, adds the bias and stores the outputs.
-fn store<V: Outer, A: Arithmetic, S: Source<A>>(
-    shared: &Shared<'_>,
+/// What the sums of a strip are multiplied with, and what is added to them.
+struct Factors {
+    scales: [f32; WIDTH * MOST_LANES],
+    biases: [f32; WIDTH * MOST_LANES],
+}
+
+impl Factors {
+    fn new<A: Arithmetic, S: Source<A>>(
+        operand: &Operand<'_, S>,
+        outputs: Range<usize>,
+    ) -> Factors {
+        let none = [0.0; WIDTH * MOST_LANES];
+        let mut factors = Factors { scales: none, biases: none };
+        for (i, output) in outputs.enumerate() {
+            factors.scales[i] = operand.source.scale(output);
+            factors.biases[i] = operand.bias.map_or(0.0, |bias| bias[output]);
+        }
+        factors
+    }
+}
+
+/// Epilogue of a tile whose first row is row `tile.start` of the group: sums the classes, scales, adds the bias
+/// and stores the outputs.
+fn store<V: Outer, S>(
+    first: usize,
+    tile: Range<usize>,
     operand: &Operand<'_, S>,
     outputs: Range<usize>,
-    sums: &[f32],
+    factors: &Factors,
+    (sums, classes): (&[f32], Classes),
 ) {
-    let width = WIDTH * V::LANES;
-    let classes = Classes { count: A::STEP, stride: shared.count * width };
     let mut totals = [0.0; WIDTH * MOST_LANES];
-    let (mut scales, mut biases) = (totals, totals);
-    for (i, output) in outputs.clone().enumerate() {
-        scales[i] = operand.source.scale(output);
-        biases[i] = operand.bias.map_or(0.0, |bias| bias[output]);
-    }
-    for row in 0..shared.count {
-        let of_row = &sums[row * width..];
+    for (i, row) in tile.enumerate() {
+        let of_row = &sums[i * WIDTH * V::LANES..];
         // SAFETY: the caller of `multiply` has the instruction set; the sums have all classes of
         // the row.
         unsafe { V::fold(of_row.as_ptr(), classes, totals.as_mut_ptr()) };
-        let start = (shared.first + row) * operand.outputs + outputs.start;
+        let start = (first + row) * operand.outputs + outputs.start;
         // SAFETY: strips differ in their outputs, so these ranges of a row do not overlap.
         let out = unsafe { operand.out.range(start, outputs.len()) };
-        let factors = scales.iter().zip(&biases);
+        let factors = factors.scales.iter().zip(&factors.biases);
         for ((out, total), (scale, bias)) in out.iter_mut().zip(&totals).zip(factors) {
             *out = total * scale + bias;
         }
