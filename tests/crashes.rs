@@ -3,6 +3,8 @@
 
 mod harness;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use harness::demo::{BLOCKS, HIDDEN, copy_of_demo_model, run_session_with};
@@ -60,20 +62,24 @@ async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
 async fn workers_killed_at_random_times_change_nothing() {
     const SESSIONS: u32 = 6;
     const STEPS: usize = 60;
-    const KILLS: usize = 12;
+    const KILLS_DURING_JOBS: usize = 6;
     let sepal = serve(&["--max_restarts", "1000"]);
     let addr = sepal.addr();
     let expected = run_sessions(&addr, SESSIONS, STEPS).await;
     let netd = sepal.netd();
-    let running = tokio::spawn(async move {
-        let mut runs = Vec::new();
-        for _ in 0..3 {
-            runs.push(run_sessions(&addr, SESSIONS, STEPS).await);
+    let harm_is_done = Arc::new(AtomicBool::new(false));
+    let running = tokio::spawn({
+        let harm_is_done = harm_is_done.clone();
+        async move {
+            let mut runs = Vec::new();
+            while !harm_is_done.load(Relaxed) {
+                runs.push(run_sessions(&addr, SESSIONS, STEPS).await);
+            }
+            runs
         }
-        runs
     });
     let (mut kills, mut hits, mut seed) = (0, 0, 12345u64);
-    while kills < KILLS && !running.is_finished() {
+    while hits < KILLS_DURING_JOBS && !running.is_finished() {
         // A worker that dies again before it serves is started later and later.
         tokio::task::block_in_place(|| {
             wait_for("a worker that serves", || phase_of_worker(&sepal.status()));
@@ -98,14 +104,11 @@ async fn workers_killed_at_random_times_change_nothing() {
         .await
         .unwrap();
     }
+    harm_is_done.store(true, Relaxed);
     for got in running.await.unwrap() {
         assert!(got == expected, "results differ from an undisturbed run");
     }
     println!("{kills} kills, {hits} of them during a job");
-    assert!(
-        kills >= KILLS / 2 && hits * 2 >= kills,
-        "{kills} kills, only {hits} of them during a job"
-    );
     assert_eq!(sepal.netd(), netd);
     assert_eq!(sepal.terminate().code(), Some(0));
 }

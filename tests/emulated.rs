@@ -9,12 +9,13 @@ mod harness;
 
 use std::ops::Range;
 use std::process::Command;
+use std::time::Instant;
 
 use client::batch::{Gradients, backward, forward_kept};
 use client::states::{Hidden, Prompts};
 use client::swarm::{Swarm, SwarmConfig};
 use harness::demo::{BLOCKS, HIDDEN, PROMPT, demo_model, run_session};
-use harness::peer::{Peer, noise};
+use harness::peer::{Peer, Session, noise};
 use harness::session::assert_close;
 use harness::{SEPAL, Sepal, serve_args, wait_for};
 use nix::sys::signal::{Signal, kill};
@@ -66,12 +67,26 @@ async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
-/// The device of the one worker, once it is ready.
-fn device(sepal: &Sepal) -> Option<String> {
+/// The device of the one worker, once clients can come.
+fn serving_device(sepal: &Sepal) -> Option<String> {
     let status = sepal.status();
     let mut children = status.pointer("/0/children")?.as_array()?.iter();
     let worker = children.find(|child| child["role"] == "gpu-worker")?;
-    (worker["state"] == "ready").then(|| worker["device"].as_str().map(str::to_owned))?
+    let is_ready = status.pointer("/0/ready")?.as_bool()?;
+    is_ready.then(|| worker["device"].as_str().map(str::to_owned))?
+}
+
+/// The first session that is served, and its output: netd hears of a worker a moment after the
+/// supervisor has said that it is there.
+async fn first_session(peer: &Peer) -> (Session, Vec<f32>) {
+    let end = Instant::now() + harness::DEADLINE;
+    loop {
+        let mut session = peer.session(BLOCKS, (PROMPT + 3) as u32).await;
+        match session.step(noise(&[2, PROMPT, HIDDEN], 5), None).await {
+            Ok(output) => return (session, output),
+            Err(error) => assert!(Instant::now() < end, "{error}"),
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -85,18 +100,18 @@ async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
     session.step(noise(&[2, PROMPT, HIDDEN], 5), None).await.expect("prefill");
     kill(sepal.worker(), Signal::SIGABRT).expect("the worker is there");
     sepal.wait_line("cpu serves blocks 0:8 in its place", 1);
-    wait_for("the fallback", || device(&sepal).filter(|device| device == "cpu"));
+    wait_for("the fallback", || serving_device(&sepal).filter(|device| device == "cpu"));
     let lost = session.step(noise(&[2, 1, HIDDEN], 6), None).await.expect_err("other pages");
     assert!(lost.to_string().contains("open a new session"), "{lost}");
     // An open session keeps the fallback: its blocks do not return under it.
-    let mut session = peer.session(BLOCKS, (PROMPT + 3) as u32).await;
-    let on_processor = session.step(noise(&[2, PROMPT, HIDDEN], 5), None).await.expect("prefill");
+    let (mut session, on_processor) = first_session(&peer).await;
     assert_close(&on_processor, &expected[0]);
     sepal.wait_line("emu:0 works again", 1);
     session.step(noise(&[2, 1, HIDDEN], 6), None).await.expect("a step on the fallback");
-    assert_eq!(device(&sepal).as_deref(), Some("cpu"));
+    assert_eq!(serving_device(&sepal).as_deref(), Some("cpu"));
     session.close().await;
-    wait_for("the device", || device(&sepal).filter(|device| device == "emu:0"));
+    wait_for("the device", || serving_device(&sepal).filter(|device| device == "emu:0"));
+    first_session(&peer).await.0.close().await;
     let again = run_session(&sepal.addr(), 3, |_| ()).await;
     assert!(again == expected, "results differ on the device that came back");
     assert_eq!(sepal.netd(), netd, "the same netd");
