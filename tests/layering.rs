@@ -18,7 +18,7 @@ mod source;
 mod workspace;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use source::{Source, cuda_sources, read, relative, sources, strip, words};
 use workspace::Workspace;

@@ -31,7 +31,7 @@ fn pages() -> Vec<Page> {
             if path.is_dir() && is_ours && !path.is_symlink() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "md") {
-                pages.push(Page { text: read(&path), path });
+                pages.push(Page::at(path));
             }
         }
     }
@@ -40,9 +40,13 @@ fn pages() -> Vec<Page> {
 }
 
 impl Page {
-    fn named(name: &str) -> Page {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+    fn at(path: PathBuf) -> Page {
         Page { text: read(&path), path }
+    }
+
+    /// By its path from the root of the repository.
+    fn named(name: &str) -> Page {
+        Page::at(Path::new(env!("CARGO_MANIFEST_DIR")).join(name))
     }
 
     /// The text without blocks of code, where brackets are no links.
@@ -98,14 +102,9 @@ fn links_between_documents_lead_somewhere() {
             let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
             let folder = page.path.parent().expect("a file has a folder");
             let path = if file.is_empty() { page.path.clone() } else { folder.join(file) };
-            let has_anchor = || {
-                anchor.is_empty()
-                    || Page { text: read(&path), path: path.clone() }
-                        .anchors()
-                        .iter()
-                        .any(|a| a == anchor)
-            };
-            if !path.exists() || !has_anchor() {
+            let is_there = path.exists()
+                && (anchor.is_empty() || Page::at(path).anchors().iter().any(|a| a == anchor));
+            if !is_there {
                 broken.push(format!("{}: {link}", relative(&page.path)));
             }
             checked += 1;
@@ -122,26 +121,21 @@ fn packages_hold_every_document_that_readme_and_docs_link() {
     let listed: Vec<&str> =
         listed.split(')').next().unwrap_or_default().split_whitespace().collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).canonicalize().expect("the repository");
-    let is_first = |page: &Page| {
-        ["README.md"].contains(&&*relative(&page.path)) || relative(&page.path).starts_with("docs/")
+    let is_for_users = |page: &Page| {
+        let path = relative(&page.path);
+        path == "README.md" || path.starts_with("docs/")
     };
-    for page in pages().into_iter().filter(is_first) {
+    for page in pages().into_iter().filter(is_for_users) {
         for link in page.links().into_iter().filter(|link| !link.contains("://")) {
             let file = link.split('#').next().unwrap_or_default();
             let folder = page.path.parent().expect("a file has a folder");
+            // The test of links tells of those that lead nowhere.
             let Ok(path) = folder.join(file).canonicalize() else { continue };
-            let path = path
-                .strip_prefix(&root)
-                .expect("a file of the repository")
-                .to_string_lossy()
-                .into_owned();
-            let is_listed = listed.contains(&&*path)
-                || path.starts_with("docs") && listed.contains(&"docs/*.md");
-            assert!(
-                is_listed,
-                "deploy/build installs no {path}, which {} links",
-                relative(&page.path)
-            );
+            let path = path.strip_prefix(&root).expect("a file of the repository");
+            let is_page = path.starts_with("docs") && listed.contains(&"docs/*.md");
+            let is_listed = is_page || listed.iter().any(|document| Path::new(document) == path);
+            let (page, path) = (relative(&page.path), path.display());
+            assert!(is_listed, "deploy/build installs no {path}, which {page} links");
         }
     }
 }
