@@ -1,17 +1,18 @@
 //! Holds the shape of the source tree: which crate may depend on which, where tokio, libp2p and
 //! CUDA may appear, where `unsafe` may stand, who may start processes, which modules may import each
-//! other, which words name things, and how long a file may grow.
+//! other, which words name things, how long a file may grow, and the form of the documents.
 
 #![forbid(unsafe_code)]
 
 mod circles;
+mod documents;
 mod glossary;
 mod processes;
 mod source;
 mod workspace;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use source::{Source, cuda_sources, read, relative, sources, strip, words};
 use workspace::Workspace;
@@ -337,27 +338,4 @@ fn the_composition_root_is_small_and_has_no_modules() {
     let main = main.expect("the composition root");
     assert!(main.lines_without_tests <= LONGEST_MAIN, "{} lines", main.lines_without_tests);
     assert!(words(&main.code).all(|word| word != "mod"), "modules belong to the crates");
-}
-
-#[test]
-fn every_kind_of_bad_input_names_tests_that_exist() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let text = read(&root.join("netd/README.md"));
-    let section = text.split("## How bad input").nth(1).expect("the section");
-    let section = section.split("\n## ").next().unwrap_or_default();
-    let rows = section.lines().filter(|line| line.starts_with("| "));
-    let sources = sources();
-    let mut checked = 0;
-    for row in rows.skip(2) {
-        let cell = row.rsplit('|').nth(1).unwrap_or_default();
-        let names: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
-        assert!(!names.is_empty(), "no test: {row}");
-        for name in names {
-            let function = format!("fn {name}(");
-            let exists = sources.iter().any(|source| source.code.contains(&function));
-            assert!(exists, "no test is called {name}");
-            checked += 1;
-        }
-    }
-    assert!(checked > 10, "the table was not found");
 }

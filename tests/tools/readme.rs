@@ -1,22 +1,36 @@
-//! Runs every command of README.md in its order, with a small model in the place of `MODEL` and the
-//! address of the first server in the place of `ADDRESS`. Commands of cargo are those of `.ci/run`.
+//! Runs every command of README.md and of the pages in `docs/`, each page in its order, with a small model
+//! in the place of `MODEL` and the address of the page's first server in the place of `ADDRESS`. A page
+//! that starts no server gets that of README. `.ci/run` and `.ci/long` run the commands of cargo.
 
-use std::net::TcpListener;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
 use crate::harness::{self, SEPAL, Sepal};
 
-const README: &str = include_str!("../../README.md");
-const CI: &str = include_str!("../../.ci/run");
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// The model that the executable carries, as a folder.
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/client/model");
 
+/// What README starts first, for the pages that only connect.
+const SERVE: &str = "sepal serve MODEL --dht_prefix my-model --new_swarm --port 31337";
+
+/// README.md and the pages in `docs/`.
+fn pages() -> Vec<PathBuf> {
+    let docs = fs::read_dir(Path::new(ROOT).join("docs")).expect("the folder of the pages");
+    let mut pages: Vec<PathBuf> = docs.map(|page| page.expect("a page").path()).collect();
+    pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
+    assert!(pages.len() >= 4, "the pages were found: {pages:?}");
+    pages.push(Path::new(ROOT).join("README.md"));
+    pages.sort();
+    pages
+}
+
 /// The lines of all blocks of shell commands.
-fn commands() -> Vec<&'static str> {
-    let blocks = README.split("```sh\n").skip(1);
+fn commands(page: &str) -> Vec<&str> {
+    let blocks = page.split("```sh\n").skip(1);
     blocks.flat_map(|block| block.split("```").next().unwrap_or_default().lines()).collect()
 }
 
@@ -32,13 +46,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// A port that is free, for the one that a command names.
-fn free_port() -> String {
-    let listener = TcpListener::bind("0.0.0.0:0").expect("a free port");
-    listener.local_addr().expect("its address").port().to_string()
-}
-
-/// What a reader of README has after some of its commands.
+/// What a reader of a page has after some of its commands.
 struct Reader {
     dir: Arc<tempfile::TempDir>,
     servers: Vec<Sepal>,
@@ -51,19 +59,29 @@ impl Reader {
     }
 
     /// The arguments of `line` with what the placeholders stand for.
-    fn args(&self, line: &str) -> Vec<String> {
+    fn args(&mut self, line: &str) -> Vec<String> {
         let mut args = words(line);
         args.remove(0);
         for at in 0..args.len() {
             args[at] = match args[at].as_str() {
                 "MODEL" => MODEL.to_owned(),
-                "ADDRESS" => self.servers.first().expect("a server runs").addr(),
-                _ if at > 0 && args[at - 1] == "--port" => free_port(),
-                _ if at > 0 && args[at - 1] == "--listen" => "0".to_owned(),
+                "ADDRESS" => self.server().addr(),
+                // The kernel chooses.
+                _ if at > 0 && ["--port", "--listen"].contains(&args[at - 1].as_str()) => {
+                    "0".to_owned()
+                }
                 word => word.to_owned(),
             };
         }
         args
+    }
+
+    /// The first server.
+    fn server(&mut self) -> &Sepal {
+        if self.servers.is_empty() {
+            self.follow(SERVE);
+        }
+        &self.servers[0]
     }
 
     /// Runs a command of sepal that ends by itself, in the folder of the reader.
@@ -103,6 +121,7 @@ impl Reader {
                 assert!(text.len() > prompt.len() + 10, "{text:?}");
             }
             "status" => {
+                self.server();
                 let text = String::from_utf8(self.run(&args).stdout).expect("text is UTF-8");
                 assert!(text.contains("gpu-worker"), "{text}");
             }
@@ -123,27 +142,25 @@ impl Reader {
 }
 
 #[test]
-fn every_command_of_the_readme_works_as_written() {
-    let mut reader = Reader::new();
-    let (commands, ci) = (commands(), CI.replace(" --locked", ""));
-    assert!(commands.len() > 10, "README has commands: {commands:?}");
-    for line in commands {
-        match line.split_whitespace().next() {
-            Some("cargo") => assert!(ci.contains(line), ".ci/run does not run {line:?}"),
-            Some("sepal") => reader.follow(line),
-            _ => panic!("README has the command {line:?}, which this test cannot run"),
+fn every_command_of_readme_and_docs_works_as_written() {
+    let read = |path: &Path| fs::read_to_string(path).expect("a readable file");
+    let ci = [".ci/run", ".ci/long"].map(|script| read(&Path::new(ROOT).join(script))).concat();
+    let ci = ci.replace(" --locked", "");
+    let mut followed = 0;
+    for page in pages() {
+        let (text, mut reader) = (read(&page), Reader::new());
+        for line in commands(&text) {
+            println!("{}: {line}", page.display());
+            match line.split_whitespace().next() {
+                Some("cargo") => assert!(ci.contains(line), ".ci does not run {line:?}"),
+                Some("sepal") => reader.follow(line),
+                _ => panic!("{} has {line:?}, which this test cannot run", page.display()),
+            }
+            followed += 1;
+        }
+        for server in reader.servers {
+            assert_eq!(server.terminate().code(), Some(0));
         }
     }
-    for server in reader.servers {
-        assert_eq!(server.terminate().code(), Some(0));
-    }
-}
-
-#[test]
-fn the_readme_names_files_that_exist() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let links = README.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    for link in links.filter(|link| !link.contains("://")) {
-        assert!(root.join(link).exists(), "README links {link}, which does not exist");
-    }
+    assert!(followed > 20, "the pages have commands");
 }
