@@ -33,6 +33,11 @@ const EDGES: &[(&str, &[&str])] = &[
     ("client", &["gpu-worker", "hivemind", "model", "kernels", "shared"]),
     ("gateway", &["client", "hivemind", "shared"]),
     ("supervisor", &["model", "shared"]),
+    // Programs that measure; nothing depends on them.
+    (
+        "lab",
+        &["client", "gpu-worker", "hivemind", "model", "netd", "sepal", "shared", "supervisor"],
+    ),
     (
         "sepal",
         &[
@@ -68,7 +73,7 @@ const TEST_EDGES: &[(&str, &str)] = &[
 const ONLY_IN: &[(&str, &[&str])] = &[
     // In prepare only under `hub`, whose library needs a reactor.
     // The root package has channels of tokio alone, for the programs that host a server.
-    ("tokio", &["hivemind", "netd", "client", "gateway", "prepare", "sepal"]),
+    ("tokio", &["hivemind", "netd", "client", "gateway", "prepare", "sepal", "lab"]),
     ("libp2p", &["hivemind"]),
     ("cudarc", &["kernels"]),
 ];

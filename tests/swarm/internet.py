@@ -1,4 +1,4 @@
-"""An internet of one machine: hosts in network namespaces, a TUN device each, and netd/hivemind/examples/delay_line.rs, which carries packets
+"""An internet of one machine: hosts in network namespaces, a TUN device each, and `delay_line` of tests/lab, which carries packets
 between them with the rates, queues and delays of long lines. TCP is the kernel's.
 
 Needs root or user namespaces, TUN and iproute2, and nft for hosts behind a NAT.
@@ -152,12 +152,12 @@ def carry(stack, tool, hosts, delay_ms, log):
 
 
 def built(*names, is_release=True):
-    """Paths of examples of the package hivemind, built."""
-    flags = [word for name in names for word in ("--example", name)] + ["--release"] * is_release
+    """Paths of programs of the package lab, built."""
+    flags = [word for name in names for word in ("--bin", name)] + ["--release"] * is_release
     # With `sepal`, dependencies have the features that they have in other builds.
-    subprocess.run(["cargo", "build", "--locked", "-p", "sepal", "-p", "hivemind", *flags], cwd=ROOT, check=True)
+    subprocess.run(["cargo", "build", "--locked", "-p", "sepal", "-p", "lab", "--bin", "sepal", *flags], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
-    folder = os.path.join(target, "release" if is_release else "debug", "examples")
+    folder = os.path.join(target, "release" if is_release else "debug")
     return [os.path.join(folder, name) for name in names]
 
 

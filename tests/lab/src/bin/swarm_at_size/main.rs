@@ -1,7 +1,7 @@
 //! A swarm of a thousand servers and ten thousand clients on one clock, under the real decisions of [`netd::swarm::placement`]: Petals'
 //! rule, ours, and one half each, among the same machines and people. Clients route as Petals' client does. Prints a row for each run.
 //!
-//! `cargo run --release -p netd --example swarm_at_size -- --servers 1000 --clients 10000 --seeds 10 --hours 2 --loss 0.333`
+//! `cargo run --release -p lab --bin swarm_at_size -- --servers 1000 --clients 10000 --seeds 10 --hours 2 --loss 0.333`
 //!
 //! ```text
 //!   population  who comes when, with what, and where; what people want
