@@ -193,8 +193,10 @@ fn tokio_libp2p_and_cuda_stay_in_their_crates() {
 
 #[test]
 fn plain_cargo_commands_cover_every_crate() {
-    let workspace = Workspace::read();
-    assert_eq!(workspace.members, workspace.default_members);
+    let Workspace { mut members, default_members, .. } = Workspace::read();
+    // Only the laboratory builds its programs.
+    members.retain(|member| !member.contains("/tests/lab#"));
+    assert_eq!(members, default_members);
 }
 
 #[test]
