@@ -44,14 +44,18 @@ say "venv in $dir with $("$python" --version)"
 pip=("$dir/bin/python" -m pip --disable-pip-version-check --no-input)
 
 say "installing the packages (about 0.8 GB the first time)"
+install() { "${pip[@]}" install --no-deps "$@" >>"$log" 2>&1 || { say "pip failed:"; tail -20 "$log"; exit 1; }; }
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
-    torch=$(grep -oE '^torch==[0-9.]+' "$here/requirements.txt")
-    "${pip[@]}" install --no-deps --index-url "$TORCH_INDEX_URL" "$torch" >>"$log" 2>&1
+    # Another wheel than the one of PyPI, so another hash.
+    install --index-url "$TORCH_INDEX_URL" "$(grep -oE '^torch==[0-9.]+' "$here/requirements.txt")"
     grep -vE '^(torch==|nvidia-)' "$here/requirements.txt" >"$dir/requirements.txt"
 else
     cp "$here/requirements.txt" "$dir/requirements.txt"
 fi
-"${pip[@]}" install --no-deps -r "$dir/requirements.txt" >>"$log" 2>&1 || { say "pip failed:"; tail -20 "$log"; exit 1; }
+# First what builds the few that have no wheel: pip would fetch the newest of its own accord.
+grep -E '^(setuptools|wheel)==' "$here/requirements.txt" >"$dir/build-requirements.txt"
+install --require-hashes -r "$dir/build-requirements.txt"
+install --require-hashes --no-build-isolation -r "$dir/requirements.txt"
 
 site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 say "CUDA stubs: $("$dir/bin/python" "$here/cuda_stubs.py" "$site" 2>>"$log")"
