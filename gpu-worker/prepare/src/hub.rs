@@ -34,6 +34,7 @@ use model::checkpoint::CHECKPOINTS;
 use model::header::Header;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
+use shared::causes::with_causes;
 use shared::config::PrepareConfig;
 use tracing::warn;
 
