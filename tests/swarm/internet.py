@@ -152,10 +152,11 @@ def carry(stack, tool, hosts, delay_ms, log):
 
 
 def built(*names, is_release=True):
-    """Paths of examples of the package hivemind, built."""
-    flags = [word for name in names for word in ("--example", name)] + ["--release"] * is_release
+    """Paths of examples of the package hivemind, built; those of a debug build come with the tests."""
+    flags = [word for name in names for word in ("--example", name)] + ["--release"]
     # With `sepal`, dependencies have the features that they have in other builds.
-    subprocess.run(["cargo", "build", "--locked", "-p", "sepal", "-p", "hivemind", *flags], cwd=ROOT, check=True)
+    build = ["build", "--locked", "-p", "sepal", "-p", "hivemind", *flags] if is_release else ["test", "--locked", "--no-run"]
+    subprocess.run(["cargo", *build], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
     folder = os.path.join(target, "release" if is_release else "debug", "examples")
     return [os.path.join(folder, name) for name in names]
