@@ -1,4 +1,4 @@
-//! All bounds on what peers can make the daemon hold or do, for the table in SECURITY.md. Those that
+//! All bounds on what peers can make the daemon hold or do, for the list in SECURITY.md. Those that
 //! are settings are named by their flag.
 
 use hivemind::bounds::{Bound, bytes, count, time};
@@ -13,7 +13,7 @@ use crate::rpc::{self, aims, inference, onward, registry, request, resumption};
 use crate::sessions::{giving_way, queue, session, shares};
 use crate::swarm::{rate, reachability, rebalance};
 
-/// The bounds, in the order of the table.
+/// The bounds, in the order of the list.
 #[must_use]
 pub fn bounds() -> Vec<Bound> {
     let mut protocols = dht::driver::protocols();

@@ -33,6 +33,8 @@ pub enum HttpError {
 /// # Errors
 /// When the system has no descriptors or certificates.
 pub fn client(limit: Duration) -> Result<Client, HttpError> {
+    // One provider for all of TLS; a second call changes nothing.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let client = Client::builder()
         .timeout(limit)
         .connect_timeout(limit)

@@ -1,7 +1,7 @@
 //! SECURITY.md shows the bounds that the code enforces. Not a unit test: some constants are smaller
 //! in those.
 //!
-//! `WRITE=1 cargo test -p netd --test bounds` writes the table.
+//! `WRITE=1 cargo test -p netd --test bounds` writes the list.
 
 use std::path::Path;
 
@@ -12,14 +12,14 @@ const END: &str = "<!-- end of the bounds -->\n";
 fn security_md_shows_the_bounds_of_the_code() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../SECURITY.md");
     let text = std::fs::read_to_string(&path).expect("SECURITY.md");
-    let (before, rest) = text.split_once(BEGIN).expect("the begin of the table");
-    let (shown, after) = rest.split_once(END).expect("the end of the table");
-    let table = hivemind::bounds::table(&netd::bounds::bounds());
+    let (before, rest) = text.split_once(BEGIN).expect("the begin of the list");
+    let (shown, after) = rest.split_once(END).expect("the end of the list");
+    let list = hivemind::bounds::list(&netd::bounds::bounds());
     if std::env::var_os("WRITE").is_some() {
-        let written = [before, BEGIN, &table, END, after].concat();
+        let written = [before, BEGIN, &list, END, after].concat();
         std::fs::write(&path, written).expect("SECURITY.md is writable");
     } else {
-        assert_eq!(shown, table, "run WRITE=1 cargo test -p netd --test bounds");
+        assert_eq!(shown, list, "run WRITE=1 cargo test -p netd --test bounds");
     }
 }
 

@@ -1,6 +1,7 @@
 //! Composition root of `sepal`: which subcommand runs which role. Everything else is in the crates.
 
 use std::ffi::OsString;
+use std::path::Path;
 
 use client::{demo, generate, probe};
 use gpu_worker::{inventory, sample, selftest};
@@ -9,6 +10,7 @@ use prepare::{cache, convert};
 use shared::bootstrap::Bootstrap;
 use shared::control::Role;
 use shared::exit::ExitReason;
+use supervisor::cache_folder;
 use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
 use supervisor::handover::{self, HandoverOptions};
@@ -30,10 +32,14 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
             supervisor::serve(*config, &notes)
         }
         Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
-        Command::Cache(config) => cache::run_command(&config),
-        Command::Convert(config, log) => {
-            with_log(&log, "convert", || convert::run_command(&config))
+        Command::Cache(config) => {
+            fetch::checked(fetch::for_cache(&config)).unwrap_or_else(|| cache::run_command(&config))
         }
+        Command::Convert(config, log) => with_log(&log, "convert", || {
+            let model = Path::new(&config.prepare.model);
+            fetch::checked(cache_folder::make_for(&config.prepare.cache_dir, [model]))
+                .unwrap_or_else(|| convert::run_command(&config))
+        }),
         Command::Status(options) => supervisor::status::run(&options),
         Command::Handover(HandoverOptions::Describe) => handover::describe(),
         Command::Handover(HandoverOptions::Resume(state)) => supervisor::resume(state),

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use prepare::client_tensors;
 use shared::causes::with_causes;
-use shared::config::{FetchConfig, GatewayConfig};
+use shared::config::{CacheAction, CacheConfig, FetchConfig, GatewayConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
+use supervisor::cache_folder;
 
 /// A model and the prefix that it is announced under.
 type Named<'a> = (&'a mut PathBuf, &'a mut Option<String>);
@@ -25,6 +26,26 @@ pub fn for_gateway(config: &mut GatewayConfig, fetch: &FetchConfig) -> Option<Ex
     fetched(of_gateway(config), fetch).filter(|_| config.server.is_none())
 }
 
+/// Makes the folder around a cache that is changed or copied from, and checks it for one that is looked at.
+pub fn for_cache(config: &CacheConfig) -> Result<(), String> {
+    let looks = match &config.action {
+        CacheAction::List { .. } | CacheAction::Verify { repair: false, .. } => true,
+        CacheAction::Prune(prune) => prune.dry_run,
+        CacheAction::Verify { repair: true, .. } | CacheAction::Export { .. } => false,
+    };
+    match looks {
+        true => cache_folder::check(&config.cache_dir),
+        false => cache_folder::make(&config.cache_dir),
+    }
+}
+
+/// Why the command ends here, if the cache folder is refused; says so.
+pub fn checked(folder: Result<(), String>) -> Option<ExitReason> {
+    let why = folder.err()?;
+    eprintln!("sepal: {}", escaped(&why));
+    Some(ExitReason::BadConfig)
+}
+
 /// Puts in place of each model the folder with what a client needs of it. Why the command ends here, if something
 /// is wrong.
 pub fn fetched<'a>(
@@ -32,6 +53,10 @@ pub fn fetched<'a>(
     fetch: &FetchConfig,
 ) -> Option<ExitReason> {
     for (model, prefix) in models {
+        let cache = checked(cache_folder::make_for(&fetch.cache_dir, [model.as_path()]));
+        if cache.is_some() {
+            return cache;
+        }
         let folder = client_tensors::folder(model, fetch);
         match folder {
             Ok(found) => {

@@ -40,6 +40,7 @@ use shared::config::{DemoConfig, LogConfig};
 use shared::control::Role;
 use shared::exit::ExitReason;
 
+use crate::cache_folder::{self, TMP, own_folder};
 use crate::status::Request;
 use layers::{LayerError, Layered};
 use log::{DEFAULT_LOG, LogArgs, QUIET_LOG};
@@ -86,18 +87,42 @@ impl std::fmt::Display for CliError {
 }
 
 /// Reads a variable of the environment.
-pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub type Variables<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// What settings depend on beside flags and files. Flags and environment are turned into settings without
+/// any effect: whoever writes to a folder makes it.
+#[derive(Clone, Copy)]
+pub(crate) struct Env<'a> {
+    variables: Variables<'a>,
+    /// The folder in which every user may make folders.
+    tmp: &'a Path,
+}
+
+impl<'a> Env<'a> {
+    /// These variables on this machine.
+    pub(crate) fn of_machine(variables: Variables<'a>) -> Env<'a> {
+        Env { variables, tmp: Path::new(TMP) }
+    }
+
+    /// A variable.
+    fn get(&self, name: &str) -> Option<String> {
+        (self.variables)(name)
+    }
+}
 
 /// Subcommands whose settings may also come from the environment and a file.
 const LAYERED: [&str; 5] = ["serve", "config", "plan", "dht", "doctor"];
 
 /// Reads the command line `args`, whose first element is the name of the program, the environment,
-/// and the file of settings that they name or that lies in the working directory.
+/// and the file of settings that they name or that lies in the working directory. Makes nothing.
 ///
 /// # Errors
 /// [`CliError`], to be shown with [`CliError::report`].
-pub fn parse(args: impl IntoIterator<Item = OsString>, env: Env<'_>) -> Result<Command, CliError> {
-    parse_in(Path::new(""), args, env)
+pub fn parse(
+    args: impl IntoIterator<Item = OsString>,
+    variables: Variables<'_>,
+) -> Result<Command, CliError> {
+    parse_in(Path::new(""), args, Env::of_machine(variables))
 }
 
 /// The same with `folder` as the working directory.
@@ -125,6 +150,8 @@ fn parse_in(
         }),
         Commands::Config(args) => {
             let config = serve::resolve(*args, env, DEFAULT_LOG).map_err(explained)?;
+            // Rates that were measured are read from there.
+            cache_folder::check_in(env.tmp, &config.prepare.cache_dir).map_err(CliError::new)?;
             let text =
                 cli.find_subcommand("config").map(|command| show::text(command, &layered, &config));
             Ok(Command::ShowConfig(text.unwrap_or_default()))
@@ -236,15 +263,10 @@ fn underscored(arg: OsString) -> OsString {
 
 /// `$XDG_RUNTIME_DIR/sepal`, or a folder of the user's own in /tmp.
 fn runtime_dir(env: Env<'_>) -> PathBuf {
-    match env("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
+    match env.get("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
         Some(dir) => PathBuf::from(dir).join("sepal"),
-        None => folder_in_tmp(),
+        None => own_folder(env.tmp),
     }
-}
-
-/// The folder of the user's own in /tmp.
-fn folder_in_tmp() -> PathBuf {
-    PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid()))
 }
 
 /// Serves blocks of large language models to the Petals swarm.

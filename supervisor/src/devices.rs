@@ -27,6 +27,7 @@ use shared::processor::Processor;
 use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 use tracing::{info, warn};
 
+use crate::cache_folder;
 use crate::cli::{MAX_DEVICES, threads};
 use sample::Candidate;
 use subprocess::{Output, Subprocess};
@@ -48,8 +49,9 @@ const KIND: &str = "selftest";
 /// named; the numbers of those named by UUID; and what is known of the warpgroups of its CUDA devices.
 ///
 /// # Errors
-/// A sentence, when a UUID names no device or several.
+/// A sentence, when a UUID names no device or several, or others can write to the cache folder.
 pub fn choose(config: &mut ServeConfig) -> Result<(), String> {
+    cache_folder::check(&config.prepare.cache_dir)?;
     number(config)?;
     let folder = config.prepare.cache_dir.join("selftest");
     let limit = config.sample_timeout;

@@ -38,6 +38,7 @@ use shared::escape::escaped_json;
 use shared::exit::ExitReason;
 use shared::sandbox::Support;
 
+use crate::cache_folder;
 use crate::cli::DoctorOptions;
 use check::{Finding, Pending, Status, Verdict, late};
 use instances::{InstanceFacts, LiveServer};
@@ -168,7 +169,9 @@ fn start(options: &DoctorOptions, source: &ModelKind, observers: Observers) -> O
             devices::observe(&mut config, &instances::devices(&running))
         }),
         instances: Pending::start(LOCAL_LIMIT, move || instances::observe(&runtime_dir)),
-        cache: Pending::start(LOCAL_LIMIT, move || storage::observe(&cache)),
+        cache: Pending::start(LOCAL_LIMIT, move || {
+            storage::observe(&cache, cache_folder::check(&cache))
+        }),
     }
 }
 

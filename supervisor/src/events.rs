@@ -108,9 +108,9 @@ pub enum LoopError {
     /// The board could not be made.
     #[error(transparent)]
     Board(#[from] MakeError),
-    /// The kernel cannot confine children as it was asked to.
+    /// The kernel cannot confine children as it was asked to, or others can write to the cache folder.
     #[error("{0}")]
-    Sandbox(String),
+    Unsafe(String),
 }
 
 impl LoopError {
@@ -119,7 +119,7 @@ impl LoopError {
         match self {
             LoopError::System(..) => ExitReason::Failed,
             LoopError::Board(_) => ExitReason::OutOfMemory,
-            LoopError::Sandbox(_) => ExitReason::BadConfig,
+            LoopError::Unsafe(_) => ExitReason::BadConfig,
         }
     }
 }
@@ -290,7 +290,7 @@ impl<'a> Driver<'a> {
     }
 
     fn run(mut self) -> Result<Outcome, LoopError> {
-        self.prepare_confinement().map_err(LoopError::Sandbox)?;
+        self.prepare_confinement().map_err(LoopError::Unsafe)?;
         loop {
             self.work_off();
             if let Some(reason) = self.finished {

@@ -202,7 +202,7 @@ impl Drop for Instance {
     }
 }
 
-/// The instances in `runtime_dir` that run now; none if there is no such folder.
+/// The instances in `runtime_dir` that run now; none if there is no such folder. Makes nothing.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -210,11 +210,15 @@ pub fn live_instances(runtime_dir: &Path) -> Result<Vec<LiveInstance>, InstanceE
     if !runtime_dir.exists() {
         return Ok(Vec::new());
     }
-    let dir = private_folder(runtime_dir)?;
+    let dir = existing_folder(runtime_dir)?;
+    // Whoever claims the first instance makes the lock, and it stays.
+    if !dir.join("lock").exists() {
+        return Ok(Vec::new());
+    }
     let _listing = lock_folder(&dir)?;
     let mut live = Vec::new();
     for name in names(&dir)? {
-        if try_lock(&lock_of(&dir, &name))?.is_none() {
+        if is_held(&lock_of(&dir, &name))? {
             let status_socket = status_socket_of(&dir, &name);
             live.push(LiveInstance { name, status_socket });
         }
@@ -224,25 +228,47 @@ pub fn live_instances(runtime_dir: &Path) -> Result<Vec<LiveInstance>, InstanceE
 
 /// Makes the folder if needed; it must be ours alone to write, since what lies in it is trusted.
 /// Others may look: what it holds is closed to them.
-pub(crate) fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
+fn private_folder(path: &Path) -> Result<PathBuf, InstanceError> {
     let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
-    if !path.exists() {
-        let made = fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
-        made.map_err(failed("make runtime folder"))?;
+    make_private(path).map_err(failed("make runtime folder"))?;
+    existing_folder(path)
+}
+
+/// The same for a folder that is there.
+fn existing_folder(path: &Path) -> Result<PathBuf, InstanceError> {
+    let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
+    match fault_of(path).map_err(failed("access runtime folder"))? {
+        Some(fault) => Err(InstanceError::Unsafe { path: path.to_owned(), fault }),
+        None => path.canonicalize().map_err(failed("resolve runtime folder")),
     }
-    let meta = fs::symlink_metadata(path).map_err(failed("access runtime folder"))?;
-    let refuse = |fault: String| Err(InstanceError::Unsafe { path: path.to_owned(), fault });
-    let uid = nix::unistd::geteuid().as_raw();
-    if !meta.is_dir() {
-        refuse("is not a folder".to_owned())
+}
+
+/// Makes a folder with mode 0700, unless something has its name.
+pub(crate) fn make_private(path: &Path) -> io::Result<()> {
+    match path.exists() {
+        true => Ok(()),
+        false => fs::DirBuilder::new().mode(0o700).recursive(true).create(path),
+    }
+}
+
+/// Why others than this user can write to a folder; `None` if they cannot.
+pub(crate) fn fault_of(path: &Path) -> io::Result<Option<String>> {
+    fault_for(path, nix::unistd::geteuid().as_raw())
+}
+
+/// The same for this user.
+pub(crate) fn fault_for(path: &Path, uid: u32) -> io::Result<Option<String>> {
+    let meta = fs::symlink_metadata(path)?;
+    let mode = meta.permissions().mode() & 0o777;
+    Ok(if !meta.is_dir() {
+        Some("is not a folder".to_owned())
     } else if meta.uid() != uid {
-        refuse(format!("belongs to user {}, not to {uid}", meta.uid()))
-    } else if meta.permissions().mode() & 0o022 != 0 {
-        let mode = meta.permissions().mode() & 0o777;
-        refuse(format!("has mode {mode:03o}, so that others can write to it; make it 700"))
+        Some(format!("belongs to user {}, not to {uid}", meta.uid()))
+    } else if mode & 0o022 != 0 {
+        Some(format!("has mode {mode:03o}, so that others can write to it; make it 700"))
     } else {
-        path.canonicalize().map_err(failed("resolve runtime folder"))
-    }
+        None
+    })
 }
 
 fn check_folder_length(folder: &Path) -> Result<(), InstanceError> {
@@ -320,6 +346,21 @@ fn try_lock(path: &Path) -> Result<Option<Flock<File>>, InstanceError> {
         }
     }
     Err(failed("lock")(io::Error::other("another process keeps replacing the file")))
+}
+
+/// Whether somebody holds the lock of the file at `path`; nobody does if there is no file.
+fn is_held(path: &Path) -> Result<bool, InstanceError> {
+    let failed = |action| move |source| InstanceError::Io { action, path: path.to_owned(), source };
+    let file = match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(failed("open lock file")(error)),
+    };
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(_free) => Ok(false),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(true),
+        Err((_, errno)) => Err(failed("lock")(errno.into())),
+    }
 }
 
 fn holder(lock: &Path) -> String {
@@ -421,7 +462,8 @@ mod tests {
         let dir = folder();
         let live = Instance::claim(dir.path(), Some("a-b")).unwrap();
         let path = dir.path().canonicalize().unwrap();
-        let left = Path::new("/dev/shm/sepal-mapping-0-instance");
+        let name = format!("/dev/shm/sepal-mapping-0-instance-{}", std::process::id());
+        let left = Path::new(&name);
         fs::write(left, "").unwrap();
         fs::write(path.join("a.lock"), "1").unwrap();
         fs::create_dir(path.join("a.d")).unwrap();
@@ -441,6 +483,16 @@ mod tests {
         fs::write(dir.path().join("dead.lock"), "1").unwrap();
         let expected = LiveInstance { name: "x".into(), status_socket: live.status_socket() };
         assert_eq!(live_instances(dir.path()).unwrap(), [expected]);
+    }
+
+    #[test]
+    fn a_look_at_instances_makes_nothing() {
+        let dir = folder();
+        assert_eq!(live_instances(dir.path()).unwrap(), []);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        fs::set_permissions(dir.path(), Permissions::from_mode(0o775)).unwrap();
+        let error = live_instances(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("mode 775"), "{error}");
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! | [`tree`] | what to do: a pure state machine |
 //! | [`events`] | the poll loop that drives it |
 //! | [`child_process`], [`channel`], [`uplink`], [`spawn`], [`segments`] | one child, its control channel, its process; shared memory |
+//! | [`cache_folder`] | whether the cache folder may be used where there is no home |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
 //! | [`placement`], [`sizing`] | which device serves which blocks, and how many fit |
 //! | [`plan`] | `sepal plan`: what a run would serve |
@@ -25,6 +26,7 @@
 //! | [`terminal`] | what a person at a terminal sees in place of the log |
 #![deny(unsafe_code)]
 
+pub mod cache_folder;
 pub mod channel;
 pub mod child_process;
 pub mod cli;

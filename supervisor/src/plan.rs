@@ -10,6 +10,7 @@ mod report;
 mod table;
 
 use std::io::{self, Write};
+use std::path::Path;
 
 use model::survey::{FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
 use shared::block::{Span, longest_run};
@@ -21,6 +22,7 @@ use shared::throughput::{Rates, Reach, announced, network_rps};
 
 pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};
 
+use crate::cache_folder;
 use crate::cli::{PlanOptions, log_notes, with_log};
 use crate::devices;
 use crate::placement::{Placement, Share};
@@ -70,6 +72,15 @@ fn make(
     devices::choose(&mut config).map_err(|why| (ExitReason::BadConfig, why))?;
     let groups: Vec<Vec<Device>> =
         config.devices.chunks(config.world_size.max(1)).map(<[Device]>::to_vec).collect();
+    let cache = &config.prepare.cache_dir;
+    let adapters = config.prepare.adapters.iter().map(Path::new);
+    let models = adapters.chain([Path::new(&config.prepare.model)]);
+    // The shares of the devices of a group are kept there.
+    let made = match config.world_size > 1 {
+        true => cache_folder::make(cache),
+        false => cache_folder::make_for(cache, models),
+    };
+    made.map_err(|why| (ExitReason::BadConfig, why))?;
     let survey = surveyor(SurveyRequest {
         prepare: &config.prepare,
         groups: &groups,

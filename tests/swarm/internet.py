@@ -1,4 +1,4 @@
-"""An internet of one machine: hosts in network namespaces, a TUN device each, and netd/hivemind/examples/delay_line.rs, which carries packets
+"""An internet of one machine: hosts in network namespaces, a TUN device each, and `delay_line` of tests/lab, which carries packets
 between them with the rates, queues and delays of long lines. TCP is the kernel's.
 
 Needs root or user namespaces, TUN and iproute2, and nft for hosts behind a NAT.
@@ -152,13 +152,14 @@ def carry(stack, tool, hosts, delay_ms, log):
 
 
 def built(*names, is_release=True):
-    """Paths of examples of the package hivemind, built; those of a debug build come with the tests."""
-    flags = [word for name in names for word in ("--example", name)] + ["--release"]
-    # With `sepal`, dependencies have the features that they have in other builds.
-    build = ["build", "--locked", "-p", "sepal", "-p", "hivemind", *flags] if is_release else ["test", "--locked", "--no-run"]
-    subprocess.run(["cargo", *build], cwd=ROOT, check=True)
+    """Paths of programs of the package lab, built."""
+    # With `sepal`, dependencies have the features that they have in other release builds. The executable of a debug build is that of the
+    # tests, which has emulated devices.
+    others = ["-p", "sepal", "--bin", "sepal", "--release"] if is_release else []
+    flags = [word for name in names for word in ("--bin", name)]
+    subprocess.run(["cargo", "build", "--locked", "-p", "lab", *flags, *others], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
-    folder = os.path.join(target, "release" if is_release else "debug", "examples")
+    folder = os.path.join(target, "release" if is_release else "debug")
     return [os.path.join(folder, name) for name in names]
 
 

@@ -7,7 +7,7 @@
 //!
 //! What fails in transit is tried again from where it stopped, with growing pauses; what trying
 //! cannot change (no such model, no right to read it) ends the process with a sentence. The one
-//! reactor here is hf-hub's, on this thread.
+//! reactor here is the HTTP client's, on this thread.
 //!
 //! # Discrepancies
 //! Petals downloads whole files, tries again every 30 s for ever whatever the reason, and asks for
@@ -29,13 +29,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use futures::StreamExt;
-use hf_hub::repository::{HFRepository, RepoTypeModel};
-use hf_hub::{HFClient, HFError};
+use hf_hub::{Cache, CacheRepo, Repo};
 use model::checkpoint::CHECKPOINTS;
 use model::header::Header;
+use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
-use shared::causes::with_causes;
 use shared::config::PrepareConfig;
 use tracing::warn;
 
@@ -68,7 +66,8 @@ const SMALL_BYTES: u64 = 64 << 20;
 /// One model of the Hub at one revision.
 pub struct Hub {
     runtime: tokio::runtime::Runtime,
-    repo: HFRepository<RepoTypeModel>,
+    /// Where hf-hub, and `huggingface_hub`, keep this model.
+    cached: CacheRepo,
     asker: Asker,
     name: String,
     revision: String,
@@ -164,24 +163,15 @@ impl Hub {
         let refused = |reason: String| PrepareError::Hub { reason, lasting: true };
         let endpoint = config.hub.endpoint.as_deref().unwrap_or(PUBLIC_HUB);
         let asker = Asker::new(endpoint, &config.hub).map_err(refused)?;
-        let mut client = HFClient::builder()
-            .cache_dir(&cache)
-            .retry_max_attempts(0)
-            .endpoint(endpoint)
-            .client(asker.downloads().map_err(refused)?);
-        if let Some(token) = &config.hub.token {
-            client = client.token(token.reveal());
-        }
-        let client =
-            client.build().map_err(|error| refused(format!("HF_ENDPOINT {endpoint}: {error}")))?;
-        let (owner, short) = hf_hub::split_id(&name);
+        let repo = Repo::model(name.clone());
+        let root = cache.join(repo_folder(&name));
         let mut hub = Hub {
-            repo: client.model(owner, short),
+            cached: Cache::new(cache.clone()).repo(repo),
             asker,
             runtime,
             revision: config.hub.revision.clone().unwrap_or_else(|| "main".to_owned()),
             offline: config.hub.offline,
-            root: cache.join(repo_folder(&name)),
+            root,
             commit: String::new(),
             disk: DiskCache::new(&cache, config.hub.max_disk_bytes),
             headers: BTreeMap::new(),
@@ -205,7 +195,7 @@ impl Hub {
     }
 
     fn snapshot_of(&self, commit: &str) -> PathBuf {
-        self.root.join("snapshots").join(commit)
+        self.cached.pointer_path(commit)
     }
 
     /// Commit of the revision that was asked for.
@@ -319,23 +309,15 @@ impl Hub {
         each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
     ) -> Result<(), Trouble> {
         let mut left = range.end - range.start;
-        let request = self
-            .repo
-            .download_file_stream()
-            .filename(file)
-            .revision(self.commit.as_str())
-            .range(range)
-            .send();
         self.runtime.block_on(async {
             let stalled = |_| Trouble::Stalled;
-            let sent =
-                tokio::time::timeout(2 * self.pauses.stall, request).await.map_err(stalled)?;
-            let (_, mut stream) = sent.map_err(Trouble::Hub)?;
+            let asked = self.asker.bytes(&self.name, &self.commit, file, range);
+            let sent = tokio::time::timeout(2 * self.pauses.stall, asked).await;
+            let mut answer = sent.map_err(stalled)??;
             while left > 0 {
-                let next = tokio::time::timeout(self.pauses.stall, stream.next())
-                    .await
-                    .map_err(stalled)?;
-                let bytes = next.ok_or(Trouble::CutShort)?.map_err(Trouble::Hub)?;
+                let next = tokio::time::timeout(self.pauses.stall, answer.chunk());
+                let bytes = next.await.map_err(stalled)?.map_err(|e| Trouble::transit(&e))?;
+                let bytes = bytes.ok_or(Trouble::CutShort)?;
                 if bytes.len() as u64 > left {
                     return Err(Trouble::NoRanges);
                 }
@@ -359,7 +341,7 @@ impl Hub {
         }
         *failures += 1;
         let asked = match &trouble {
-            Trouble::Hub(HFError::RateLimited { retry_after, .. }) => *retry_after,
+            Trouble::Transit { retry_after, .. } => *retry_after,
             _ => None,
         };
         let why = trouble.text();
@@ -389,35 +371,26 @@ impl Hub {
 
     /// What trying again cannot change.
     fn lasting_trouble(&self, file: &str, trouble: &Trouble) -> Option<PrepareError> {
-        let Trouble::Hub(error) = trouble else {
-            return match trouble {
-                Trouble::NoRanges => Some(self.lasting(format!("the Hub sends more of {file} than was asked for; give an endpoint that knows ranges, or a folder"))),
-                Trouble::Answer(reason) => Some(self.lasting(reason.clone())),
-                _ => None,
-            };
-        };
         let (name, revision) = (&self.name, &self.revision);
-        Some(match error {
-            HFError::AuthRequired { .. } => self.lasting(format!(
+        Some(match trouble {
+            Trouble::Refused(StatusCode::UNAUTHORIZED) => self.lasting(format!(
                 "the Hub wants to know who reads {name} (401): the model does not exist, is private, or the token is wrong; check the name, give --token, or run huggingface-cli login"
             )),
-            HFError::Forbidden { .. } => self.lasting(format!(
+            Trouble::Refused(StatusCode::FORBIDDEN) => self.lasting(format!(
                 "the Hub does not let this token read {name} (403); ask for access on https://huggingface.co/{name}, then give its token with --token"
             )),
-            HFError::EntryNotFound { .. } | HFError::RepoNotFound { .. } | HFError::RevisionNotFound { .. } => PrepareError::NotOnHub {
+            Trouble::Refused(StatusCode::NOT_FOUND) => PrepareError::NotOnHub {
                 repo: name.clone(),
                 file: file.to_owned(),
                 revision: revision.clone(),
             },
-            HFError::LocalEntryNotFound { .. } => PrepareError::NotDownloaded {
-                repo: name.clone(),
-                looked: PathBuf::from(file),
-                cache: self.root.parent().unwrap_or(&self.root).to_owned(),
-            },
-            HFError::Http { context } if context.status.is_client_error() && context.status.as_u16() != 408 => {
-                self.lasting(format!("the Hub refuses {file} of {name}: {error}"))
+            Trouble::Refused(status) => {
+                self.lasting(format!("the Hub refuses {file} of {name}: {status}"))
             }
-            HFError::InvalidParameter(_) => self.lasting(format!("{file} of {name}: {error}")),
+            Trouble::NoRanges => self.lasting(format!(
+                "the Hub sends more of {file} than was asked for; give an endpoint that knows ranges, or a folder"
+            )),
+            Trouble::Answer(reason) => self.lasting(reason.clone()),
             _ => return None,
         })
     }
@@ -431,10 +404,10 @@ impl Hub {
 enum Trouble {
     /// The disk, or told to stop.
     Ours(PrepareError),
-    /// The Hub or the way to it.
-    Hub(HFError),
-    /// The way to the Hub.
-    Transit(String),
+    /// The Hub says no, and will again.
+    Refused(StatusCode),
+    /// The way to the Hub, or a Hub that is busy: the pause that it asks for.
+    Transit { why: String, retry_after: Option<Duration> },
     /// An answer that makes no sense, and will not the next time.
     Answer(String),
     /// Nothing came for too long.
@@ -446,11 +419,15 @@ enum Trouble {
 }
 
 impl Trouble {
+    fn transit(error: &reqwest::Error) -> Trouble {
+        Trouble::Transit { why: with_causes(error), retry_after: None }
+    }
+
     fn text(&self) -> String {
         match self {
             Trouble::Ours(error) => error.to_string(),
-            Trouble::Hub(error) => with_causes(error),
-            Trouble::Transit(why) | Trouble::Answer(why) => why.clone(),
+            Trouble::Refused(status) => format!("the Hub answers {status}"),
+            Trouble::Transit { why, .. } | Trouble::Answer(why) => why.clone(),
             Trouble::Stalled => "nothing came for too long".to_owned(),
             Trouble::CutShort => "the connection ended early".to_owned(),
             Trouble::NoRanges => "more came than was asked for".to_owned(),

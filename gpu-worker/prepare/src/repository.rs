@@ -30,7 +30,7 @@ pub(crate) fn map_repo(repo: &str) -> String {
 
 /// Folder of a repository in the cache.
 pub(crate) fn repo_folder(repo: &str) -> String {
-    format!("models--{}", repo.replace('/', "--"))
+    hf_hub::Repo::model(repo.to_owned()).folder_name()
 }
 
 /// The prefix of the module uids that Petals takes for a model of the Hub by default, if its family

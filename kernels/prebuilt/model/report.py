@@ -22,12 +22,10 @@ def tables(results):
 def times(results):
     head = [f"{label(quant)}, {rows}" for quant in shapes.FORMATS for rows in shapes.ROWS]
     lines = [
-        "Computed times of one block in us, by format and rows; and computed shares of the reached"
-        " bandwidth by decode",
-        "attention of one row, its launches included:",
+        "Computed times of one block in us, by format and rows:",
         "",
-        "| Device | " + " | ".join(head) + " | 32k tokens | 128k tokens |",
-        "| --- |" + " --: |" * (len(head) + 2),
+        "| Device | " + " | ".join(head) + " |",
+        "| --- |" + " --: |" * len(head),
     ]
     for name, result in results.items():
         cells = [
@@ -35,7 +33,17 @@ def times(results):
             for quant in shapes.FORMATS
             for rows in shapes.ROWS
         ]
-        cells += [f"{100 * part['share']:.0f} %" for part in result["attention"].values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Computed shares of the reached bandwidth by decode attention of one row, its launches"
+        " included:",
+        "",
+        "| Device | 32k tokens | 128k tokens |",
+        "| --- | --: | --: |",
+    ]
+    for name, result in results.items():
+        cells = [f"{100 * part['share']:.0f} %" for part in result["attention"].values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -59,13 +67,21 @@ def steps(results):
 
 def shares(results):
     families = list(next(iter(results.values()))["families"])
-    head = [f"{family}, {rows}" for family in families for rows in shapes.ROWS]
     lines = [
         "Computed clocks of the busiest pipe in percent of the clocks that memory leaves, by kernel"
-        f" family and rows (goal {limits.GOAL}; limits",
-        f"{limits.LIMITS[1]} for 1 and 8 rows, {limits.LIMITS[32]} for 32; **bold** is above"
-        " them):",
-        "",
+        " family and",
+        f"rows (goal {limits.GOAL}; limits {limits.LIMITS[1]} for 1 and 8 rows,"
+        f" {limits.LIMITS[32]} for 32; **bold** is above them):",
+    ]
+    # Two families to a table: lines of Markdown have at most 120 characters.
+    for at in range(0, len(families), 2):
+        lines += ["", *shares_of(results, families[at : at + 2])]
+    return lines
+
+
+def shares_of(results, families):
+    head = [f"{family}, {rows}" for family in families for rows in shapes.ROWS]
+    lines = [
         "| Device | " + " | ".join(head) + " |",
         "| --- |" + " --: |" * len(head),
     ]
@@ -84,9 +100,10 @@ def shares(results):
 
 def devices(results):
     lines = [
-        "What is taken for the devices (sources: `prebuilt/model/devices.py`):",
+        "What is taken for the devices, by compute capability (sources:"
+        " `prebuilt/model/devices.py`):",
         "",
-        "| Device | Compute capability | SMs | Clock (MHz) | Bandwidth (GB/s) | Reached"
+        "| Device | Capability | SMs | Clock (MHz) | Bandwidth (GB/s) | Reached"
         " | L2 (B/clock) | mma (products/clock/SM) |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
     ]

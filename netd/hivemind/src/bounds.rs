@@ -1,7 +1,6 @@
-//! Bounds on what peers can make this process hold or do, as data: every row of the table in
+//! Bounds on what peers can make this process hold or do, as data: every item of the list in
 //! SECURITY.md is made of the constants that the code enforces.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
 /// One bound.
@@ -57,15 +56,36 @@ pub fn time(time: Duration) -> String {
     format!("{} {unit}", count(ms / of))
 }
 
-/// A Markdown table of bounds.
+/// Longest line of a Markdown file, in characters.
+const WIDTH: usize = 120;
+
+/// A Markdown list of bounds.
 #[must_use]
-pub fn table(bounds: &[Bound]) -> String {
-    let mut table = "| Bound | Value | Beyond it |\n| --- | --- | --- |\n".to_owned();
+pub fn list(bounds: &[Bound]) -> String {
+    let mut list = String::new();
     for Bound { what, value, beyond } in bounds {
-        // Writing to a String never fails.
-        let _ = writeln!(table, "| {what} | {value} | {beyond} |");
+        list.push_str(&wrap(&format!("- **{what}**: {value}. Beyond it: {beyond}.")));
+        list.push('\n');
     }
-    table
+    list
+}
+
+/// An item of a list, its further lines indented.
+fn wrap(item: &str) -> String {
+    let (mut lines, mut width) = (String::new(), 0);
+    for word in item.split(' ') {
+        let length = word.chars().count();
+        if width > 0 && width + 1 + length > WIDTH {
+            lines.push_str("\n  ");
+            width = 2;
+        } else if width > 0 {
+            lines.push(' ');
+            width += 1;
+        }
+        lines.push_str(word);
+        width += length;
+    }
+    lines
 }
 
 #[cfg(test)]
@@ -84,10 +104,12 @@ mod tests {
     }
 
     #[test]
-    fn a_table_has_one_line_per_bound() {
+    fn a_list_has_one_item_per_bound_and_no_long_line() {
         let bounds = [Bound::new("streams", count(1024), "reset")];
-        let lines =
-            "| Bound | Value | Beyond it |\n| --- | --- | --- |\n| streams | 1,024 | reset |\n";
-        assert_eq!(table(&bounds), lines);
+        assert_eq!(list(&bounds), "- **streams**: 1,024. Beyond it: reset.\n");
+        let long = list(&[Bound::new("a ".repeat(58) + "b", count(7), "reset")]);
+        let lines: Vec<usize> = long.lines().map(|line| line.chars().count()).collect();
+        assert_eq!(lines, [119, 27], "{long}");
+        assert!(long.contains("\n  "), "the second line belongs to the item: {long}");
     }
 }

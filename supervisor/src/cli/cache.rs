@@ -93,6 +93,6 @@ pub fn resolve(args: CacheArgs, env: Env<'_>) -> Result<CacheConfig, String> {
             (folder, CacheAction::Export { model, revision, out })
         }
     };
-    let cache_dir = folder.cache_dir.map_or_else(|| cache_dir(env), Ok)?;
+    let cache_dir = folder.cache_dir.unwrap_or_else(|| cache_dir(env));
     Ok(CacheConfig { cache_dir, action })
 }

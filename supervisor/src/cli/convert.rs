@@ -51,7 +51,7 @@ pub fn resolve(args: ConvertArgs, env: Env<'_>) -> Result<(ConvertConfig, LogCon
         quant_type,
         is_quant_named: true,
         adapters: Vec::new(),
-        cache_dir: args.cache_dir.map_or_else(|| cache_dir(env), Ok)?,
+        cache_dir: args.cache_dir.unwrap_or_else(|| cache_dir(env)),
         hub: args.hub.resolve(env)?,
     };
     let config = ConvertConfig { prepare, blocks: args.blocks, out: args.out };

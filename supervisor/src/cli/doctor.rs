@@ -9,6 +9,7 @@ use shared::config::ServeConfig;
 
 use super::layers::{self, LayerError, Origin};
 use super::{CliError, Command, Commands, Env, LAYERED, Sepal, serve, show};
+use crate::cache_folder;
 
 /// What to check.
 #[derive(Clone, Debug)]
@@ -107,7 +108,12 @@ fn read(
     };
     let DoctorArgs { json, bundle, log_file, serve } = *args;
     let config = serve::resolve_for(serve, env, super::log::DEFAULT_LOG, Some(String::new()));
-    let config = config.map_err(|message| CliError::new(layered.explain(message)))?;
+    let mut config = config.map_err(|message| CliError::new(layered.explain(message)))?;
+    // What another user can write to is a finding, and is not read.
+    if cache_folder::check_in(env.tmp, &config.prepare.cache_dir).is_err() {
+        config.netd.rates_dir = None;
+        config.worker.rates_dir = None;
+    }
     let is_given = |id: &str| layered.origin(id) != Origin::Default;
     let command = cli.find_subcommand("doctor");
     Ok(DoctorOptions {

@@ -285,7 +285,7 @@ pub fn resolve_chat(
 
 /// `$XDG_STATE_HOME/sepal/chat_history`, by default in `~/.local/state`.
 fn history(env: Env<'_>) -> Option<PathBuf> {
-    let given = |name| env(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let given = |name| env.get(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let state = given("XDG_STATE_HOME").or_else(|| Some(given("HOME")?.join(".local/state")));
     state.map(|state| state.join("sepal").join("chat_history"))
 }
@@ -336,7 +336,7 @@ mod tests {
     fn parse(line: &str) -> Result<GatewayConfig, String> {
         let words = std::iter::once("gateway").chain(line.split_whitespace());
         let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
-        resolve(line.args, &|_| None).map(|(config, ..)| config)
+        resolve(line.args, Env::of_machine(&|_| None)).map(|(config, ..)| config)
     }
 
     const PEER: &str = "/ip4/127.0.0.1/tcp/31337/p2p/A";
@@ -374,7 +374,8 @@ mod tests {
                 "gateway m --of_server 1 --num_blocks 2 --token_fd {fd} --initial_peers {PEER}"
             );
             let line = Line::try_parse_from(line.split_whitespace()).unwrap();
-            resolve(line.args, &|name| (name == "HF_TOKEN").then(|| "other".to_owned()))
+            let variables = |name: &str| (name == "HF_TOKEN").then(|| "other".to_owned());
+            resolve(line.args, Env::of_machine(&variables))
         };
         let fd = crate::spawn::pass_secret("hf_secret").unwrap().into_raw_fd();
         let token = resolved(fd).unwrap().1.hub.token.unwrap();

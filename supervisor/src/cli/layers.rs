@@ -151,7 +151,7 @@ fn config_file(
 ) -> Option<PathBuf> {
     let takes_files = command.get_arguments().any(|arg| arg.get_id() == "config");
     let flag = || given.try_get_one::<PathBuf>("config").ok().flatten().cloned();
-    let variable = || env("SEPAL_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let variable = || env.get("SEPAL_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let usual = || Some(folder.join(DEFAULT_FILE)).filter(|path| path.is_file());
     takes_files.then(|| flag().or_else(variable).or_else(usual)).flatten()
 }
@@ -185,7 +185,7 @@ impl<'a> Merge<'a> {
                 OTHER_NAMES.iter().filter(|(of, _)| *of == id).map(|(_, name)| (*name).to_owned()),
             );
             let value = names.into_iter().find_map(|name| {
-                env(&name).filter(|value| !value.is_empty()).map(|value| (name, value))
+                env.get(&name).filter(|value| !value.is_empty()).map(|value| (name, value))
             });
             if let Some((name, value)) = value {
                 let values = if self.is_list(&id) { split(&value) } else { vec![value] };

@@ -123,7 +123,7 @@ pub struct FetchArgs {
 impl FetchArgs {
     /// Turns flags into settings.
     pub fn resolve(self, env: Env<'_>) -> Result<FetchConfig, String> {
-        let cache_dir = self.cache_dir.map_or_else(|| cache_dir(env), Ok)?;
+        let cache_dir = self.cache_dir.unwrap_or_else(|| cache_dir(env));
         Ok(FetchConfig { cache_dir, hub: self.hub.resolve(env)? })
     }
 }

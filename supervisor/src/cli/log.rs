@@ -34,7 +34,7 @@ pub struct LogArgs {
 impl LogArgs {
     /// How to log; `default` is the filter unless the operator says otherwise.
     pub fn resolve(self, env: Env<'_>, default: &str) -> LogConfig {
-        let filter = self.log.or_else(|| env("SEPAL_LOG"));
+        let filter = self.log.or_else(|| env.get("SEPAL_LOG"));
         let for_a_person = filter.is_none() && std::io::stderr().is_terminal();
         let format = self.log_format.unwrap_or(match for_a_person {
             true => LogFormat::Terminal,

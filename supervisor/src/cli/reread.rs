@@ -6,7 +6,7 @@ use std::path::Path;
 
 use shared::config::ServeConfig;
 
-use super::{CliError, Command, Env, parse_in};
+use super::{CliError, Command, Env, Variables, parse_in};
 
 /// What holds now, as flags, environment and files give it.
 #[derive(Debug)]
@@ -22,12 +22,16 @@ impl Settings {
     ///
     /// # Errors
     /// [`CliError`], for settings that `sepal serve` would refuse.
-    pub fn read(args: &[OsString], env: Env<'_>) -> Result<Settings, CliError> {
-        Settings::read_in(Path::new(""), args, env)
+    pub fn read(args: &[OsString], variables: Variables<'_>) -> Result<Settings, CliError> {
+        Settings::read_in(Path::new(""), args, Env::of_machine(variables))
     }
 
     /// The same with `folder` as the working directory.
-    fn read_in(folder: &Path, args: &[OsString], env: Env<'_>) -> Result<Settings, CliError> {
+    pub(super) fn read_in(
+        folder: &Path,
+        args: &[OsString],
+        env: Env<'_>,
+    ) -> Result<Settings, CliError> {
         let not_serve = || CliError::new("this process was not started as sepal serve".to_owned());
         let config = match parse_in(folder, args.iter().cloned(), env)? {
             Command::Serve { config, .. } => *config,
@@ -74,7 +78,7 @@ mod tests {
         let args: Vec<OsString> = args.into_iter().map(OsString::from).collect();
         let read = |text: &str| {
             std::fs::write(&file, text).unwrap();
-            Settings::read_in(dir.path(), &args, &|_| None)
+            Settings::read_in(dir.path(), &args, Env { variables: &|_| None, tmp: dir.path() })
         };
         let before = read("model = \"/m\"\nmax_restarts = 3\n").unwrap();
         assert!(read("model = \"/m\"\nmax_restarts = 3\n").unwrap().changed(&before).is_empty());

@@ -18,11 +18,10 @@ mod network;
 mod petals;
 mod supervision;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use shared::block::{Span, is_prefix};
-use shared::causes::with_causes;
 use shared::config::{
     AutomaticDevices, Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, QuantType,
     ServeConfig, SpanChoice, Throughput, WorkerConfig,
@@ -33,8 +32,8 @@ use shared::public_swarm;
 
 use super::log::LogArgs;
 use super::values::{bits_per_s, model_or_last};
-use super::{Env, folder_in_tmp, runtime_dir};
-use crate::instance::private_folder;
+use super::{Env, runtime_dir};
+use crate::cache_folder::without_home;
 use crate::sizing;
 use devices::Devices;
 pub(crate) use devices::{check_nodes, crowded, threads};
@@ -243,7 +242,7 @@ impl ServeArgs {
             quant_type,
             is_quant_named: named.is_some(),
             adapters: adapters(std::mem::take(&mut model.adapters))?,
-            cache_dir: model.cache_dir.take().map_or_else(|| cache_dir(env), Ok)?,
+            cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
             hub: HubConfig::default(),
         })
     }
@@ -386,22 +385,9 @@ fn arena_bytes(asked: u64) -> Result<u64, String> {
 }
 
 /// The cache folder when no flag names one.
-pub(super) fn cache_dir(env: Env<'_>) -> Result<PathBuf, String> {
-    let given = |name| env(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    if let Some(named) = given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE")) {
-        return Ok(named);
-    }
-    match given("HOME") {
-        Some(home) => Ok(home.join(".cache/sepal")),
-        None => cache_without_home(&folder_in_tmp()),
-    }
-}
-
-/// A cache in the user's own folder among those of others, if nobody else can write to it: what lies in
-/// the cache is served.
-pub(super) fn cache_without_home(own: &Path) -> Result<PathBuf, String> {
-    match private_folder(own) {
-        Ok(own) => Ok(own.join("cache")),
-        Err(error) => Err(format!("no --cache_dir and no HOME: {}", with_causes(&error))),
-    }
+pub(super) fn cache_dir(env: Env<'_>) -> PathBuf {
+    let given = |name| env.get(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    let named = given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE"));
+    let in_home = || Some(given("HOME")?.join(".cache/sepal"));
+    named.or_else(in_home).unwrap_or_else(|| without_home(env.tmp))
 }

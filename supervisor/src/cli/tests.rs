@@ -17,8 +17,17 @@ fn run(line: &str, env: &[(&str, &str)]) -> Result<Command, String> {
     let args = std::iter::once("sepal").chain(line.split_whitespace()).map(OsString::from);
     let env =
         |name: &str| env.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-    parse(args, &env).map_err(|error| error.to_string())
+    let env = Env { variables: &env, tmp: Path::new(NO_TMP) };
+    parse_in(Path::new(""), args, env).map_err(|error| error.to_string())
 }
+
+/// No variables.
+fn no_env() -> Env<'static> {
+    Env { variables: &|_| None, tmp: Path::new(NO_TMP) }
+}
+
+/// Stands for `/tmp`, whose content is not a test's to know.
+const NO_TMP: &str = "/nowhere/tmp";
 
 pub(crate) fn serve(line: &str) -> ServeConfig {
     match run(&format!("serve {line}"), &[]) {
@@ -175,24 +184,71 @@ fn flags_without_effect_are_accepted_and_noted() {
 }
 
 #[test]
-fn without_a_home_the_cache_is_in_a_folder_that_nobody_else_writes_to() {
-    use std::os::unix::fs::PermissionsExt;
-    let place = tempfile::tempdir().unwrap();
-    let own = place.path().join("sepal-7");
-    assert_eq!(serve::cache_without_home(&own), Ok(own.canonicalize().unwrap().join("cache")));
-    let mode = |mode| std::fs::set_permissions(&own, std::fs::Permissions::from_mode(mode));
-    assert_eq!(own.metadata().unwrap().permissions().mode() & 0o777, 0o700);
-    mode(0o777).unwrap();
-    let error = serve::cache_without_home(&own).unwrap_err();
-    assert!(error.contains("--cache_dir") && error.contains("has mode 777"), "{error}");
-    mode(0o700).unwrap();
-    let link = place.path().join("link");
-    std::os::unix::fs::symlink(&own, &link).unwrap();
-    assert!(serve::cache_without_home(&link).unwrap_err().contains("is not a folder"));
+fn the_cache_is_in_the_home_or_else_in_a_folder_of_the_user_in_tmp() {
     let Ok(Command::Serve { config, .. }) = run("serve m", &[("HOME", "/h")]) else { panic!() };
     assert_eq!(config.prepare.cache_dir, PathBuf::from("/h/.cache/sepal"));
     let Ok(Command::Serve { config, .. }) = run("serve m", &[("HOME", "")]) else { panic!() };
-    assert_eq!(config.prepare.cache_dir, folder_in_tmp().join("cache"));
+    assert_eq!(config.prepare.cache_dir, own_folder(Path::new(NO_TMP)).join("cache"));
+}
+
+/// A line for each command, in forms that name no folder.
+const EVERY_COMMAND: [&str; 24] = [
+    "serve m",
+    "config m",
+    "plan m",
+    "doctor",
+    "doctor m",
+    "cache ls",
+    "cache prune --older_than 1d",
+    "cache verify --repair",
+    "cache export m --out o",
+    "convert m --quant_type nf4 --out o",
+    "dht",
+    "generate m --initial_peers /ip4/1.2.3.4/tcp/5 --prompt Hi",
+    "gateway m --initial_peers /ip4/1.2.3.4/tcp/5",
+    "chat m --initial_peers /ip4/1.2.3.4/tcp/5",
+    "demo",
+    "status",
+    "top",
+    "pause",
+    "resume",
+    "restart 0.0",
+    "upgrade",
+    "completions bash",
+    "man --out o",
+    "selftest --device cpu --report r",
+];
+
+#[test]
+fn reading_settings_makes_nothing() {
+    let tmp = tempfile::tempdir().unwrap();
+    let env = Env { variables: &|_| None, tmp: tmp.path() };
+    for line in EVERY_COMMAND {
+        let args = std::iter::once("sepal").chain(line.split_whitespace()).map(OsString::from);
+        let read = parse_in(tmp.path(), args, env);
+        assert!(read.is_ok(), "{line}: {read:?}");
+        let made: Vec<_> = std::fs::read_dir(tmp.path()).unwrap().collect();
+        assert!(made.is_empty(), "{line}: {made:?}");
+    }
+    let args = ["sepal", "serve", "m"].map(OsString::from);
+    Settings::read_in(tmp.path(), &args, env).unwrap();
+    assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_cache_that_another_user_can_write_to_is_not_read_for_what_is_shown() {
+    use std::os::unix::fs::PermissionsExt;
+    let tmp = tempfile::tempdir().unwrap();
+    let own = own_folder(tmp.path());
+    std::fs::create_dir(&own).unwrap();
+    std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let env = Env { variables: &|_| None, tmp: tmp.path() };
+    let parse =
+        |command: &str| parse_in(Path::new(""), ["sepal", command, "m"].map(OsString::from), env);
+    let error = parse("config").unwrap_err().to_string();
+    assert!(error.contains("--cache_dir") && error.contains("has mode 777"), "{error}");
+    let Ok(Command::Doctor(options)) = parse("doctor") else { panic!() };
+    assert_eq!((options.config.netd.rates_dir, options.config.worker.rates_dir), (None, None));
 }
 
 #[test]
@@ -213,7 +269,7 @@ fn folders_and_log_come_from_the_environment_unless_given() {
     assert_eq!(config.log.filter, "warn");
     assert_eq!(
         serve("m").runtime_dir,
-        PathBuf::from(format!("/tmp/sepal-{}", nix::unistd::geteuid()))
+        PathBuf::from(format!("{NO_TMP}/sepal-{}", nix::unistd::geteuid()))
     );
 }
 
@@ -385,7 +441,7 @@ fn flags_of_dht_without_effect_are_noted() {
 }
 
 #[test]
-fn every_flag_of_petals_is_in_the_table_with_a_test_that_exists() {
+fn every_flag_of_petals_is_in_the_list_with_a_test_that_exists() {
     const RUN_SERVER: &str = "converted_model_name_or_path config public_name token use_auth_token num_blocks block_indices \
          dht_prefix port public_ip no_auto_relay host_maddrs announce_maddrs daemon_startup_timeout compression num_handlers \
          prefetch_batches sender_threads inference_max_length min_batch_size max_batch_size max_chunk_size_bytes \
@@ -395,23 +451,28 @@ fn every_flag_of_petals_is_in_the_table_with_a_test_that_exists() {
          tensor_parallel_devices skip_reachability_check adapters";
     const RUN_DHT: &str = "initial_peers host_maddrs announce_maddrs use_ipfs identity_path no_relay use_auto_relay refresh_period";
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
-    let table = std::fs::read_to_string(root.join("supervisor/FLAGS.md")).unwrap();
-    let (server, dht) = table.split_once("## run_dht").unwrap();
-    for (name, flags, rows) in [("serve", RUN_SERVER, server), ("dht", RUN_DHT, dht)] {
+    let text = std::fs::read_to_string(root.join("supervisor/FLAGS.md")).unwrap();
+    let (server, dht) = text.split_once("## run_dht").unwrap();
+    for (name, flags, items) in [("serve", RUN_SERVER, server), ("dht", RUN_DHT, dht)] {
         let command = Sepal::command();
         let command = command.find_subcommand(name).unwrap();
         for flag in flags.split_whitespace() {
             let known = command.get_arguments().any(|arg| arg.get_long() == Some(flag));
             assert!(known, "sepal {name} does not know --{flag}");
-            let named =
-                |row: &&str| row.split(['`', ' ', ',']).any(|word| word == format!("--{flag}"));
-            let row = rows.lines().find(|row| row.starts_with("| `") && named(row));
-            let row = row.unwrap_or_else(|| panic!("FLAGS.md has no row for --{flag} of {name}"));
-            let test: Vec<&str> = row.rsplit('|').nth(1).unwrap().split('`').collect();
-            let [_, file, _, function, _] = test[..] else { panic!("{row}") };
+            // The names stand before the default or the effect.
+            let named = |item: &&str| {
+                let names = item.split([':', '(']).next().unwrap_or_default();
+                names.split(['`', ' ', ',']).any(|word| word == format!("--{flag}"))
+            };
+            let items = items.split("\n- `").skip(1);
+            let item = items.map(|item| item.split("\n\n").next().unwrap_or_default()).find(named);
+            let item = item.unwrap_or_else(|| panic!("FLAGS.md has no --{flag} of {name}"));
+            let (_, test) = item.split_once("Test:").unwrap_or_else(|| panic!("no test: {item}"));
+            let test: Vec<&str> = test.split('`').collect();
+            let [_, file, _, function, _] = test[..] else { panic!("{item}") };
             let text = std::fs::read_to_string(root.join(file))
                 .unwrap_or_else(|error| panic!("{file}: {error}"));
-            assert!(text.contains(&format!("fn {function}(")), "{row}");
+            assert!(text.contains(&format!("fn {function}(")), "{item}");
         }
     }
 }

@@ -15,6 +15,8 @@ use shared::control::CudaDevice;
 use shared::files::write_atomically;
 use tracing::warn;
 
+use crate::cache_folder;
+
 /// A longer file is not ours.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
@@ -88,6 +90,8 @@ impl Subject {
         let path = self.path(folder, kind);
         let write = || -> io::Result<()> {
             let text = serde_json::to_vec_pretty(&Entry { of: self.clone(), verdict })?;
+            let cache = folder.parent().unwrap_or(folder);
+            cache_folder::make(cache).map_err(io::Error::other)?;
             fs::create_dir_all(folder)?;
             write_atomically(&path, |file| file.write_all(&text))
         };

@@ -9,6 +9,7 @@ use shared::config::{Device, ServeConfig};
 use shared::processor::Processor;
 
 use super::check::Verdict;
+use crate::cache_folder;
 use crate::devices::{Examined, examine, number};
 
 /// What serves, and what is known of it.
@@ -59,7 +60,8 @@ enum Verdicts {
 impl Verdicts {
     fn of(cache: &Path) -> std::io::Result<Verdicts> {
         use std::os::unix::fs::MetadataExt;
-        let is_ours = fs::metadata(cache).is_ok_and(|meta| meta.uid() == geteuid().as_raw());
+        let is_ours = cache_folder::check(cache).is_ok()
+            && fs::metadata(cache).is_ok_and(|meta| meta.uid() == geteuid().as_raw());
         match is_ours {
             true => Ok(Verdicts::Kept(cache.join("selftest"))),
             false => tempfile::tempdir().map(Verdicts::Forgotten),

@@ -25,19 +25,21 @@ pub struct CacheFacts {
 }
 
 /// Writes a file in the folder, which goes at once. A folder that does not exist is not made; the
-/// one that it would be made in is looked at.
-pub fn observe(folder: &Path) -> CacheFacts {
+/// one that it would be made in is looked at. Where `private` says why other users can write to the
+/// folder, nothing is written.
+pub fn observe(folder: &Path, private: Result<(), String>) -> CacheFacts {
     let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
     let nearest = folder.ancestors().find(|path| path.symlink_metadata().is_ok());
     let nearest = nearest.unwrap_or(Path::new("/")).to_owned();
     let exists = nearest == folder;
-    let fault = match (nearest.is_dir(), exists) {
-        (false, _) => Some(format!("{} is no folder", nearest.display())),
-        (true, true) => tempfile::tempfile_in(&nearest)
+    let fault = match (private, nearest.is_dir(), exists) {
+        (Err(why), ..) => Some(why),
+        (Ok(()), false, _) => Some(format!("{} is no folder", nearest.display())),
+        (Ok(()), true, true) => tempfile::tempfile_in(&nearest)
             .and_then(|mut file| std::io::Write::write_all(&mut file, &[0; 4096]))
             .err()
             .map(|error| error.to_string()),
-        (true, false) => access(&nearest, AccessFlags::W_OK | AccessFlags::X_OK)
+        (Ok(()), true, false) => access(&nearest, AccessFlags::W_OK | AccessFlags::X_OK)
             .err()
             .map(|errno| format!("it cannot be made in {}: {}", nearest.display(), errno.desc())),
     };
@@ -94,19 +96,28 @@ mod tests {
     #[test]
     fn a_folder_that_cannot_be_written_is_a_problem() {
         let folder = tempfile::tempdir().unwrap();
-        let good = observe(folder.path());
+        let good = observe(folder.path(), Ok(()));
         assert_eq!(judge(&good, DiskNeed::Little).status, Status::Ok, "{good:?}");
-        let missing = observe(&folder.path().join("a/b"));
+        let missing = observe(&folder.path().join("a/b"), Ok(()));
         assert!(judge(&missing, DiskNeed::Little).found.contains("a/b will be made"));
         assert!(!folder.path().join("a").exists(), "looking makes nothing");
         let file = folder.path().join("file");
         std::fs::write(&file, "").unwrap();
         for path in [file.clone(), file.join("below")] {
-            let verdict = judge(&observe(&path), DiskNeed::Little);
+            let verdict = judge(&observe(&path, Ok(())), DiskNeed::Little);
             assert_eq!(verdict.status, Status::Problem, "{verdict:?}");
             assert!(verdict.found.contains("file is no folder"), "{verdict:?}");
             assert!(verdict.advice.unwrap().contains("--cache_dir"));
         }
+    }
+
+    #[test]
+    fn a_folder_that_another_user_can_write_to_is_a_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let facts = observe(folder.path(), Err("it belongs to user 7".into()));
+        let verdict = judge(&facts, DiskNeed::Little);
+        assert_eq!(verdict.status, Status::Problem);
+        assert!(verdict.found.contains("it belongs to user 7"), "{verdict:?}");
     }
 
     #[test]

@@ -8,13 +8,15 @@ use shared::sandbox::{Confinement, SandboxMode, Support};
 use tracing::{info, warn};
 
 use super::Driver;
+use crate::cache_folder;
 use crate::tree::ChildId;
 
 impl Driver<'_> {
     /// Says once what children are held to, and makes the folders that they write to.
     ///
     /// # Errors
-    /// One sentence when the sandbox is required and the kernel has none.
+    /// One sentence when the sandbox is required and the kernel has none, or when others can write to the
+    /// cache folder.
     pub(super) fn prepare_confinement(&self) -> Result<(), String> {
         let (mode, support) = (self.config.sandbox, Support::of_this_kernel());
         match (mode, support.check()) {
@@ -25,6 +27,7 @@ impl Driver<'_> {
             (SandboxMode::On, Err(error)) => warn!(confined = %support, "{error}"),
             (_, Ok(())) => info!(confined = %support, "children are confined"),
         }
+        cache_folder::make(&self.config.prepare.cache_dir)?;
         let key = self.key_folder();
         let rates = self.config.netd.rates_dir.iter().chain(&self.config.worker.rates_dir);
         for folder in rates.chain([&self.config.prepare.cache_dir]).chain(&key) {

@@ -1,15 +1,20 @@
-//! What the Hub says of a file before a byte of it is fetched: the commit that a revision stands for, a
-//! name for the content, its length. Names become names of files here, so that they are checked first.
+//! Requests to the Hub: what it says of a file before a byte of it is fetched (the commit that a revision
+//! stands for, a name for the content, its length), and ranges of its bytes. Names become names of files
+//! here, so that they are checked first.
 //!
 //! # Discrepancies
-//! `hf_hub` follows redirects to other hosts, which know neither commit nor sum, and joins what a server
-//! names into paths as it is.
+//! `huggingface_hub` follows redirects to other hosts, which know neither commit nor sum, and joins what a
+//! server names into paths as it is.
 
 use std::net::IpAddr;
+use std::ops::Range;
+use std::time::Duration;
 
-use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap};
+use reqwest::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, RANGE, RETRY_AFTER,
+};
 use reqwest::redirect::{Action, Attempt, Policy};
-use reqwest::{Client, StatusCode, Url};
+use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, Url};
 use shared::causes::with_causes;
 use shared::config::HubConfig;
 
@@ -33,9 +38,11 @@ pub(super) struct Described {
     pub(super) bytes: u64,
 }
 
-/// Asks the Hub for the heads of files.
+/// Asks the Hub for the heads of files, and for their bytes.
 pub(super) struct Asker {
-    client: Client,
+    heads: Client,
+    /// Follows redirects, but leaves encryption on none of them.
+    downloads: Client,
     endpoint: Url,
     token: Option<String>,
 }
@@ -47,51 +54,82 @@ impl Asker {
     /// One sentence, for an address that cannot be used.
     pub(super) fn new(endpoint: &str, config: &HubConfig) -> Result<Asker, String> {
         let endpoint = checked_endpoint(endpoint, config.is_plain_http_allowed)?;
-        let client = client(&endpoint, Policy::custom(within_one_host))?;
+        let heads = client(&endpoint, Policy::custom(within_one_host))?;
+        let downloads = client(&endpoint, Policy::limited(MAX_REDIRECTS))?;
         let token = config.token.as_ref().map(|token| token.reveal().to_owned());
-        Ok(Asker { client, endpoint, token })
+        Ok(Asker { heads, downloads, endpoint, token })
     }
 
-    /// A client for everything else: it follows redirects, but leaves encryption on none of them.
-    pub(super) fn downloads(&self) -> Result<Client, String> {
-        client(&self.endpoint, Policy::limited(MAX_REDIRECTS))
-    }
-
-    /// What the Hub says of `file` of the model `name` at `revision`; `None` for an answer that says
-    /// that there is nothing to be had.
+    /// What the Hub says of `file` of the model `name` at `revision`.
     pub(super) async fn describe(
         &self,
         name: &str,
         revision: &str,
         file: &str,
-    ) -> Result<Option<Described>, Trouble> {
-        let mut url = self.endpoint.clone();
-        let Ok(mut path) = url.path_segments_mut() else {
-            return Err(Trouble::Answer(format!("{url} has no paths")));
-        };
-        path.pop_if_empty().extend(name.split('/')).extend(["resolve", revision, file]);
-        drop(path);
-        let mut request = self.client.head(url).header(ACCEPT_ENCODING, "identity");
-        if let Some(token) = &self.token {
-            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
-        }
-        let answer = request.send().await.map_err(|error| Trouble::Transit(with_causes(&error)))?;
-        let (status, headers) = (answer.status(), answer.headers());
-        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
-            return Err(Trouble::Transit(format!("the Hub answers {status}")));
-        }
-        if !status.is_success() && !status.is_redirection() {
-            return Ok(None);
-        }
-        described(headers).map(Some).map_err(|reason| {
+    ) -> Result<Described, Trouble> {
+        let url = self.url(name, revision, file)?;
+        let answer = self.send(self.heads.request(Method::HEAD, url)).await?;
+        described(answer.headers()).map_err(|reason| {
             Trouble::Answer(format!(
                 "the Hub's answer for {file} of {name} cannot be used: {reason}"
             ))
         })
     }
+
+    /// The answer with the bytes `range` of `file`; it may end early, or have more.
+    pub(super) async fn bytes(
+        &self,
+        name: &str,
+        commit: &str,
+        file: &str,
+        range: Range<u64>,
+    ) -> Result<Response, Trouble> {
+        let url = self.url(name, commit, file)?;
+        let wanted = format!("bytes={}-{}", range.start, range.end - 1);
+        let answer = self.send(self.downloads.get(url).header(RANGE, wanted)).await?;
+        let is_whole = answer.status() != StatusCode::PARTIAL_CONTENT;
+        if is_whole && (range.start > 0 || answer.content_length() != Some(range.end)) {
+            return Err(Trouble::NoRanges);
+        }
+        Ok(answer)
+    }
+
+    fn url(&self, name: &str, revision: &str, file: &str) -> Result<Url, Trouble> {
+        let mut url = self.endpoint.clone();
+        let Ok(mut path) = url.path_segments_mut() else {
+            return Err(Trouble::Answer(format!("{url} has no paths")));
+        };
+        path.pop_if_empty().extend(name.split('/')).extend(["resolve", revision]);
+        path.extend(file.split('/'));
+        drop(path);
+        Ok(url)
+    }
+
+    /// Sends a request with the token; an answer is a success, or sends to another host.
+    async fn send(&self, request: RequestBuilder) -> Result<Response, Trouble> {
+        let mut request = request.header(ACCEPT_ENCODING, "identity");
+        if let Some(token) = &self.token {
+            request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        }
+        let answer = request.send().await.map_err(|error| Trouble::transit(&error))?;
+        let status = answer.status();
+        let is_busy =
+            matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT);
+        if status.is_server_error() || is_busy {
+            let seconds = answer.headers().get(RETRY_AFTER).and_then(|v| v.to_str().ok()?.parse().ok());
+            let retry_after = seconds.map(Duration::from_secs);
+            return Err(Trouble::Transit { why: format!("the Hub answers {status}"), retry_after });
+        }
+        match status.is_success() || status.is_redirection() {
+            true => Ok(answer),
+            false => Err(Trouble::Refused(status)),
+        }
+    }
 }
 
 fn client(endpoint: &Url, redirects: Policy) -> Result<Client, String> {
+    // One provider for all of TLS; a second call changes nothing.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     Client::builder()
         .user_agent(concat!("sepal/", env!("CARGO_PKG_VERSION")))
         .https_only(endpoint.scheme() == "https")

@@ -39,7 +39,7 @@ impl Hub {
         self.commit = loop {
             match (self.describe(&self.revision, first), &known) {
                 (Ok(found), _) => break found.commit,
-                (Err(Trouble::Transit(why)), Some(known)) => {
+                (Err(Trouble::Transit { why, .. }), Some(known)) => {
                     warn!(
                         why,
                         commit = known,
@@ -117,17 +117,7 @@ impl Hub {
 
     /// What the Hub says of a file, or its own reason for saying nothing.
     fn describe(&self, revision: &str, file: &str) -> Result<Described, Trouble> {
-        let asked = async {
-            if let Some(found) = self.asker.describe(&self.name, revision, file).await? {
-                return Ok(found);
-            }
-            // hf-hub tells refusals apart.
-            let request = self.repo.get_file_metadata().filepath(file).revision(revision).send();
-            match request.await {
-                Err(error) => Err(Trouble::Hub(error)),
-                Ok(_) => Err(Trouble::Transit("the Hub changed its mind".to_owned())),
-            }
-        };
+        let asked = self.asker.describe(&self.name, revision, file);
         self.runtime.block_on(async {
             let answer = tokio::time::timeout(2 * self.pauses.stall, asked).await;
             answer.unwrap_or(Err(Trouble::Stalled))

@@ -44,7 +44,7 @@ pub struct HubArgs {
 impl HubArgs {
     /// How to download (`huggingface_hub`, `constants.py`, names the variables).
     pub fn resolve(self, env: Env<'_>) -> Result<HubConfig, String> {
-        let given = |name: &str| env(name).filter(|text| !text.is_empty());
+        let given = |name: &str| env.get(name).filter(|text| !text.is_empty());
         let on = |name| given(name).is_some_and(|text| is_on(&text));
         Ok(HubConfig {
             endpoint: given("HF_ENDPOINT"),
@@ -59,8 +59,9 @@ impl HubArgs {
 
 /// The token given, else that of the environment, else the saved one.
 fn token(given: Option<String>, insist: bool, env: Env<'_>) -> Result<Option<String>, String> {
-    let variable =
-        |name: &str| env(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+    let variable = |name: &str| {
+        env.get(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+    };
     let direct = match insist {
         true => None,
         false => given.or_else(|| variable("HF_TOKEN")),

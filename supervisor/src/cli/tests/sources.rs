@@ -171,7 +171,7 @@ fn config_yml_of_the_working_folder_is_read_as_by_petals() {
         "# ours\nnum_blocks: 3\ninitial_peers: [/ip4/1.2.3.4/tcp/5]\nnew-swarm: false\n",
     );
     let args = ["sepal", "serve", "m"].map(OsString::from);
-    let Ok(Command::Serve { config, .. }) = parse_in(folder.path(), args, &|_| None) else {
+    let Ok(Command::Serve { config, .. }) = parse_in(folder.path(), args, no_env()) else {
         panic!()
     };
     assert_eq!(config.netd.span, SpanChoice::Count(3));

@@ -1,0 +1,17 @@
+//! The command line from outside: what `sepal doctor`, `plan`, `convert`, `cache`, `top`, `demo` and the flags of `serve` do
+//! and print, and the commands of the documents.
+
+mod demo;
+mod doctor;
+mod files;
+mod flags;
+mod format;
+#[path = "../harness/mod.rs"]
+mod harness;
+mod hub_client;
+mod plan;
+mod readme;
+#[allow(dead_code, reason = "shared with the tests of package `prepare`")]
+#[path = "../../gpu-worker/prepare/src/hub/stand_in.rs"]
+mod stand_in;
+mod top;
