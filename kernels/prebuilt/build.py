@@ -4,7 +4,8 @@
     kernels/prebuilt/build.py [--check [--since REF]] [--tools DIR] [--jobs N] [OP...]
     kernels/prebuilt/build.py --format
 
-The compilers are pinned packages from PyPI, installed into --tools (default: target/cuda-tools).
+The compilers are packages of PyPI, pinned by hash (requirements.txt), installed into --tools
+(default: target/cuda-tools).
 Each OP.cu becomes OP.zst, which holds
 
 - PTX for compute_80, with the lowest version that ptxas accepts, so that old drivers take it
@@ -40,6 +41,7 @@ import tempfile
 import time
 
 import expects
+from model.images import PACKAGES, install_packages
 
 HERE = pathlib.Path(__file__).resolve().parent
 CUDA = HERE.parent / "cuda"
@@ -47,20 +49,6 @@ CUDA = HERE.parent / "cuda"
 VIRTUAL = {"80": ["80", "86", "89"], "90a": ["90a"], "100": ["100", "120"]}
 ARCHITECTURES = [real for reals in VIRTUAL.values() for real in reals]
 PTX_VERSIONS = ["7.0", "7.1", "7.4", "7.8", "8.0"]
-PACKAGES = [
-    "nvidia-cuda-nvrtc-cu12==12.9.86",
-    "nvidia-cuda-nvcc-cu12==12.9.86",
-    "nvidia-cuda-runtime-cu12==12.9.79",
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-cccl==13.0.85",
-    "nvidia-cuda-nvdisasm==13.5.37",
-    "zstandard==0.25.0",
-    "clang-format==20.1.8",
-    "ruff==0.14.5",
-]
 COMPILERS = "nvrtc 12.9.86, ptxas 12.9.86"
 LEVEL = 19
 
@@ -90,13 +78,7 @@ def main():
 
 def install(tools):
     """Installs the compilers unless exactly these are there."""
-    stamp = tools / "packages"
-    if stamp.exists() and stamp.read_text() == "\n".join(PACKAGES):
-        return
-    subprocess.run([sys.executable, "-m", "venv", tools], check=True)
-    pip = [tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *PACKAGES], check=True)
-    stamp.write_text("\n".join(PACKAGES))
+    install_packages(tools, PACKAGES.read_text())
 
 
 def run_formatters(tools, check):
@@ -189,7 +171,7 @@ def changed_since(ref, ops, images):
         done = subprocess.run(command, cwd=HERE, capture_output=True)
         return done.stdout if done.returncode == 0 else None
 
-    programs = ["build.py", "expects.py"]
+    programs = ["build.py", "expects.py", PACKAGES.name]
     manifest = at_ref("manifest.json")
     if manifest is None or any(at_ref(name) != (HERE / name).read_bytes() for name in programs):
         return ops

@@ -11,7 +11,7 @@ from sweep import sweep
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-SETUP_DEADLINE_S = 1800
+SETUP_DEADLINE_S = 7200
 BEGAN = time.monotonic()
 
 
@@ -94,7 +94,7 @@ def find_emulator():
     """An executable with emulated CUDA devices."""
     path = os.environ.get("SEPAL_EMU") or os.path.join(ROOT, "target", "debug", "sepal")
     if not os.access(path, os.X_OK):
-        raise ServerFailed(f"no executable at {path}: cargo build --features emu, or name a build with emulated devices in $SEPAL_EMU")
+        raise ServerFailed(f"no executable at {path}: cargo test --no-run, or name a build with emulated devices in $SEPAL_EMU")
     return os.path.abspath(path)
 
 

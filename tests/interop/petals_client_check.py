@@ -63,9 +63,9 @@ def parse_args():
     parser.add_argument("--tokens", type=int, default=40, help="new tokens for greedy generation")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--max-retries", type=int, default=2)
-    parser.add_argument("--request-timeout", type=float, default=60)
-    parser.add_argument("--online-timeout", type=float, default=60, help="seconds until every block is ONLINE")
-    parser.add_argument("--check-timeout", type=float, default=180, help="seconds for any one check")
+    parser.add_argument("--request-timeout", type=float, default=300)
+    parser.add_argument("--online-timeout", type=float, default=600, help="seconds until every block is ONLINE")
+    parser.add_argument("--check-timeout", type=float, default=1800, help="seconds after which a check counts as hanging")
     parser.add_argument("--only", action="extend", nargs="+", help="only checks whose name starts with one of these")
     parser.add_argument("--skip", action="extend", nargs="+", default=[],
                         help="not the checks whose name starts with one of these")

@@ -30,11 +30,11 @@ def parse_args():
     parser.add_argument("--dht-prefix")
     parser.add_argument("--server", action="append", required=True, metavar="PEER_ID=PID")
     parser.add_argument("--skip", action="extend", nargs="+", default=[], choices=["backward"])
-    parser.add_argument("--online-timeout", type=float, default=60)
+    parser.add_argument("--online-timeout", type=float, default=600)
     args = parser.parse_args()
     args.model = os.path.abspath(args.model)
     args.dht_prefix = args.dht_prefix or os.path.basename(args.model.rstrip("/")).replace(".", "-")
-    for name, value in dict(dtype="float32", tolerance=None, seed=0, max_retries=8, request_timeout=20,
+    for name, value in dict(dtype="float32", tolerance=None, seed=0, max_retries=12, request_timeout=300,
                             ban_timeout=30.0, update_period=3.0).items():
         setattr(args, name, value)
     return args

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 
-DEADLINE_S = 120
+DEADLINE_S = 1800
 
 
 def main():

@@ -25,7 +25,7 @@ class Sepal:
     stops_cleanly = True
     keeps_its_processes = True
     adapters = True
-    online_timeout = 60
+    online_timeout = 600
     # text: `state=ONLINE`; JSON: `"state":"ONLINE"`
     online = re.compile(r'\bstate"?\s*[=:]\s*"?ONLINE\b')
     skip = []
@@ -46,7 +46,7 @@ class Emulating(Sepal):
     """A build with emulated CUDA devices; their kernels take seconds for what a device does in milliseconds."""
 
     name = "sepal-emu"
-    online_timeout = 180
+    online_timeout = 1800
 
 
 class RealPetals:
@@ -56,7 +56,7 @@ class RealPetals:
     stops_cleanly = False  # what it does on SIGTERM is not ours to judge
     keeps_its_processes = False
     adapters = True
-    online_timeout = 180
+    online_timeout = 1800
     online = re.compile(r"\] Started$", re.MULTILINE)
     # it computes with NaN and answers NaN; its answers in UNIFORM_8BIT lose their mean, which hivemind's encoder subtracts in place
     # (allow_inplace) before it averages the buckets
@@ -130,7 +130,7 @@ class Running:
         """Processes that were not there when the server became ONLINE: something was restarted."""
         return processes_of_session(self.pid) - self.processes_at_start
 
-    def terminate(self, timeout=30):
+    def terminate(self, timeout=600):
         """SIGTERM to the first process alone; returns its exit status, or None if it does not end in time."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
@@ -139,8 +139,8 @@ class Running:
         except subprocess.TimeoutExpired:
             return None
 
-    def left_over(self, timeout=5):
-        """Processes of this server that are still there after its end."""
+    def left_over(self, timeout=60):
+        """Processes of this server that stay after its end."""
         deadline = time.monotonic() + timeout
         while (left := processes_of_session(self.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)

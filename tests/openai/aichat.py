@@ -35,7 +35,7 @@ def config(folder, models):
 
 def ask(folder, *args):
     environment = {**os.environ, "AICHAT_CONFIG_DIR": folder}
-    return subprocess.run([AICHAT, *args], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    return subprocess.run([AICHAT, *args], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
 
 
 def said(folder, *args):

@@ -121,7 +121,7 @@ def _():
         command = [os.path.join(os.path.dirname(sys.executable), "llm"), "-m", "demo", "--key", "none", "-o", "max_tokens", "8",
                    "-o", "temperature", "0", "Tell me of a fox."]
         done = subprocess.run(command, env={**os.environ, "LLM_USER_PATH": folder}, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=120)
+                              text=True, timeout=1200)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 

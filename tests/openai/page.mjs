@@ -21,6 +21,7 @@ async function point(name, check) {
 const problems = [];
 async function open(options) {
   const page = await browser.newPage(options);
+  page.setDefaultTimeout(600_000);
   page.on("console", message => message.type() === "error" && problems.push(message.text()));
   page.on("pageerror", error => problems.push(String(error)));
   page.on("dialog", dialog => { problems.push("a dialog opened: " + dialog.message()); dialog.dismiss(); });

@@ -153,9 +153,11 @@ def carry(stack, tool, hosts, delay_ms, log):
 
 def built(*names, is_release=True):
     """Paths of programs of the package lab, built."""
-    flags = [word for name in names for word in ("--bin", name)] + ["--release"] * is_release
-    # With `sepal`, dependencies have the features that they have in other builds.
-    subprocess.run(["cargo", "build", "--locked", "-p", "sepal", "-p", "lab", "--bin", "sepal", *flags], cwd=ROOT, check=True)
+    # With `sepal`, dependencies have the features that they have in other release builds. The executable of a debug build is that of the
+    # tests, which has emulated devices.
+    others = ["-p", "sepal", "--bin", "sepal", "--release"] if is_release else []
+    flags = [word for name in names for word in ("--bin", name)]
+    subprocess.run(["cargo", "build", "--locked", "-p", "lab", *flags, *others], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
     folder = os.path.join(target, "release" if is_release else "debug")
     return [os.path.join(folder, name) for name in names]

@@ -19,7 +19,8 @@ from . import sass
 
 HERE = pathlib.Path(__file__).resolve().parent
 PREBUILT = HERE.parent
-PACKAGES = ["nvidia-cuda-nvdisasm==13.5.37", "zstandard==0.25.0"]
+PACKAGES = PREBUILT / "requirements.txt"
+NEEDED = ("nvidia-cuda-nvdisasm==", "zstandard==")
 
 
 def tools_folder():
@@ -28,17 +29,25 @@ def tools_folder():
 
 
 def install(tools):
-    """Installs the disassembler unless exactly these packages are there."""
-    stamp = tools / "packages"
-    if not stamp.exists() or stamp.read_text() != "\n".join(PACKAGES):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", tools], check=True)
-        pip = [tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *PACKAGES], check=True)
-        stamp.write_text("\n".join(PACKAGES))
+    """Installs the disassembler."""
+    lines = PACKAGES.read_text().splitlines(keepends=True)
+    install_packages(tools, "".join(line for line in lines if line.startswith(NEEDED)))
     site = next((tools / "lib").glob("python3.*")) / "site-packages"
     if str(site) not in sys.path:
         sys.path.append(str(site))
     return site / "nvidia/cu13/bin/nvdisasm"
+
+
+def install_packages(tools, requirements):
+    """Installs packages of PyPI unless exactly these are there."""
+    stamp, path = tools / "installed", tools / "requirements.txt"
+    if stamp.exists() and stamp.read_text() == requirements:
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", tools], check=True)
+    path.write_text(requirements)
+    pip = [tools / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--require-hashes", "-r", path], check=True)
+    path.rename(stamp)
 
 
 def manifest():

@@ -50,7 +50,7 @@ class Raw:
         request = self.request(tensors, kinds, **metadata)
 
         async def unary():
-            return await getattr(server_stub(self.env, self.peer), rpc)(request, timeout=60)
+            return await getattr(server_stub(self.env, self.peer), rpc)(request, timeout=300)
 
         async def stream():
             async def inputs():

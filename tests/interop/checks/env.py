@@ -179,7 +179,8 @@ class Env:
         args = self.args
         kwargs = dict(
             initial_peers=args.initial_peers, dht_prefix=args.dht_prefix, torch_dtype=self.torch.float32,
-            max_retries=args.max_retries, request_timeout=args.request_timeout, show_route=False, min_backoff=0.2,
+            max_retries=args.max_retries, request_timeout=args.request_timeout,
+            connect_timeout=args.request_timeout, daemon_startup_timeout=600, show_route=False, min_backoff=0.2,
             ban_timeout=getattr(args, "ban_timeout", 2.0), update_period=getattr(args, "update_period", 60),
         )
         kwargs.update(extra)
