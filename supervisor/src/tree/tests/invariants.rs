@@ -250,7 +250,8 @@ fn any_pause() -> impl Strategy<Value = Duration> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    // PROPTEST_CASES, which is 256 by default, scales the number.
+    #![proptest_config(ProptestConfig::with_cases((400 * ProptestConfig::default().cases).div_ceil(256)))]
 
     #[test]
     fn no_run_of_events_breaks_the_invariants(

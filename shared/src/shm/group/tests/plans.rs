@@ -34,7 +34,8 @@ fn record(number: usize, len: usize) -> Vec<u8> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    // PROPTEST_CASES, which is 256 by default, scales the number.
+    #![proptest_config(ProptestConfig::with_cases((24 * ProptestConfig::default().cases).div_ceil(256)))]
 
     #[test]
     fn every_follower_reads_every_record_in_order(
