@@ -6,7 +6,7 @@ use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tracing::debug;
 
@@ -20,11 +20,21 @@ const PERIOD: Duration = Duration::from_millis(10);
 /// [`io::ErrorKind::NotFound`] if it was deleted meanwhile. Where files cannot be locked (some
 /// network file systems) it is used all the same.
 pub fn hold(file: &File, path: &Path) -> io::Result<()> {
-    let end = Instant::now() + LONGEST_WAIT;
+    hold_after(file, path, || {
+        std::thread::sleep(PERIOD);
+    })
+}
+
+/// The same, with this between two looks at the lock.
+fn hold_after(file: &File, path: &Path, mut pause: impl FnMut()) -> io::Result<()> {
+    let mut looks = LONGEST_WAIT.as_millis() / PERIOD.as_millis();
     loop {
         match file.try_lock_shared() {
             Ok(()) => break,
-            Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(PERIOD),
+            Err(TryLockError::WouldBlock) if looks > 0 => {
+                looks -= 1;
+                pause();
+            }
             Err(error) => {
                 debug!(path = %path.display(), %error, "cannot lock a file of a model");
                 break;
@@ -48,21 +58,39 @@ mod tests {
         std::fs::write(&path, "weights").unwrap();
         let [ours, looking, evicting] = std::array::from_fn(|_| File::open(&path).unwrap());
         looking.try_lock().unwrap();
-        let holds = std::thread::spawn({
-            let path = path.clone();
-            move || hold(&ours, &path).map(|()| ours)
-        });
-        std::thread::sleep(5 * PERIOD);
-        drop(looking);
-        let ours = holds.join().unwrap().unwrap();
+        let (mut looking, mut waits) = (Some(looking), 0);
+        hold_after(&ours, &path, || {
+            waits += 1;
+            // At the third look.
+            if waits == 2 {
+                unlock(looking.take().unwrap());
+            }
+        })
+        .unwrap();
+        assert_eq!(waits, 2);
         assert!(evicting.try_lock().is_err(), "it is in use");
-        drop(ours);
-        // A process that another test has just forked holds a copy of the descriptor until it executes.
-        evicting.lock().unwrap();
+        unlock(ours);
+        evicting.try_lock().unwrap();
         std::fs::remove_file(&path).unwrap();
-        let late = evicting.try_clone().unwrap();
-        drop(evicting);
-        assert_eq!(hold(&late, &path).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(hold(&evicting, &path).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_file_whose_lock_never_comes_is_used_all_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("block");
+        std::fs::write(&path, "weights").unwrap();
+        let [ours, looking] = std::array::from_fn(|_| File::open(&path).unwrap());
+        looking.try_lock().unwrap();
+        let mut waits = 0;
+        hold_after(&ours, &path, || waits += 1).unwrap();
+        assert_eq!(waits * PERIOD, LONGEST_WAIT);
+    }
+
+    /// Closing the file is not enough: a process that another test has just forked holds a copy of the descriptor
+    /// until it executes.
+    fn unlock(file: File) {
+        file.unlock().unwrap();
     }
 
     #[test]
@@ -73,14 +101,13 @@ mod tests {
         let [ours, evicting, later] = std::array::from_fn(|_| File::open(&path).unwrap());
         hold(&ours, &path).unwrap();
         assert!(evicting.try_lock().is_err(), "it is in use");
-        drop(ours);
-        evicting.lock().unwrap();
-        let waits = std::thread::spawn({
-            let path = path.clone();
-            move || hold(&later, &path).unwrap_err().kind()
+        unlock(ours);
+        evicting.try_lock().unwrap();
+        let mut evicting = Some(evicting);
+        let outcome = hold_after(&later, &path, || {
+            std::fs::remove_file(&path).unwrap();
+            unlock(evicting.take().unwrap());
         });
-        std::fs::remove_file(&path).unwrap();
-        drop(evicting);
-        assert_eq!(waits.join().unwrap(), io::ErrorKind::NotFound);
+        assert_eq!(outcome.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

@@ -29,4 +29,6 @@ pub mod role;
 pub mod sandbox;
 pub mod shm;
 pub mod throughput;
+#[cfg(test)]
+mod untried;
 pub mod warpgroups;

@@ -44,7 +44,7 @@ fn a_job_and_its_completion_allocate_nothing() {
     let (mut submit, mut completions) = open().netd_end();
     let (mut jobs, mut complete) = open().worker_end();
     let (job_bell, completion_bell) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
-    let (spin, timeout) = (Duration::from_micros(50), Duration::from_secs(20));
+    let (spin, timeout) = (Duration::from_micros(50), Duration::from_secs(60));
     let mut round_trip = |number: u64| {
         // Armed by hand, since nobody else is there to ring a sleeping thread.
         let _ = jobs.arm().unwrap();

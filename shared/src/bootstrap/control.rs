@@ -311,7 +311,7 @@ mod tests {
     }
 
     fn said(far: &Far) -> Option<u32> {
-        match far.up.try_recv_timeout(Duration::from_secs(10)).expect("a message in time") {
+        match far.up.try_recv_timeout(Duration::from_secs(60)).expect("a message in time") {
             FromChild::Message(said) => Some(said),
             FromChild::Held => None,
         }

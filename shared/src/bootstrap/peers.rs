@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     const SOON: Duration = Duration::from_millis(1);
-    const LONG: Duration = Duration::from_secs(10);
+    const LONG: Duration = Duration::from_secs(60);
 
     fn pair() -> (PeerSocket, PeerSocket) {
         let (one, other) = PeerSocket::pair().unwrap();

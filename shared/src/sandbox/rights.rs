@@ -12,7 +12,7 @@ use tracing::warn;
 use super::{Confinement, Subject, table};
 
 /// What changing the user takes, and what the supervisor needs to end a process of another one.
-const OF_WHO_CHANGES: [Capability; 3] =
+pub(super) const OF_WHO_CHANGES: [Capability; 3] =
     [Capability::CAP_SETUID, Capability::CAP_SETGID, Capability::CAP_KILL];
 
 /// Gives up what `who` does not need. A process without rights has nothing to give up.

@@ -9,12 +9,15 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use caps::{CapSet, Capability};
 use nix::sched::CloneFlags;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
 
 use super::*;
+use crate::untried::ignored;
 
 const VARIABLE: &str = "SEPAL_TEST_SANDBOX";
 
@@ -72,8 +75,7 @@ fn is_shown(path: &str) -> bool {
     fs::read(path).is_ok_and(|bytes| !bytes.is_empty())
 }
 
-fn attempts(root: &Path) -> Vec<(&'static str, bool)> {
-    let parent = nix::unistd::getppid();
+fn attempts(root: &Path, parent: Pid) -> Vec<(&'static str, bool)> {
     let remote = [RemoteIoVec { base: 0x1000, len: 1 }];
     let mut byte = [0];
     // What the kernel answers about an address that is not mapped, once it looks at all.
@@ -129,8 +131,10 @@ fn child() {
         serde_json::from_str(&order).unwrap();
     // As in a role, nothing else runs: the harness of the tests waits.
     enter(who, &confinement).unwrap();
-    let made: Outcomes =
-        attempts(&root).into_iter().map(|(name, done)| (name.to_owned(), done)).collect();
+    let made: Outcomes = attempts(&root, nix::unistd::getppid())
+        .into_iter()
+        .map(|(name, done)| (name.to_owned(), done))
+        .collect();
     println!("\nOUTCOMES {}", serde_json::to_string(&made).unwrap());
 }
 
@@ -162,6 +166,59 @@ const EVERYTHING: [&str; 24] = [
     "can be dumped",
 ];
 
+/// What takes rights that not every user has, or parts that not every kernel has.
+const NOT_EVERYWHERE: [&str; 6] = [
+    "opens a datagram socket",
+    "opens a packet socket",
+    "looks into the memory of its parent",
+    "makes a namespace",
+    "gives a file away",
+    "is the superuser",
+];
+
+/// What this process can do, which is not confined: it tries, in a thread that ends with its namespace.
+fn tried_here() -> Vec<&'static str> {
+    let site = Site::new();
+    let root = site.root.path().to_owned();
+    let tried = std::thread::spawn(move || attempts(&root, Pid::this()));
+    let done = tried.join().unwrap().into_iter().filter(|(_, done)| *done).map(|(name, _)| name);
+    done.filter(|name| *name != "looks into the memory of its parent" || looks_into_parents())
+        .collect()
+}
+
+/// Whether the kernel lets a process look into one that it has not started (man 5 proc,
+/// `/proc/sys/kernel/yama/ptrace_scope`).
+fn looks_into_parents() -> bool {
+    let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    match scope.as_deref().map(str::trim) {
+        Err(_) | Ok("0") => true,
+        Ok("1" | "2") => has_right(Capability::CAP_SYS_PTRACE),
+        Ok(_) => false,
+    }
+}
+
+fn has_right(right: Capability) -> bool {
+    caps::has_cap(None, CapSet::Effective, right).unwrap()
+}
+
+/// Whether children of this process get a user of their own.
+fn children_change_user() -> bool {
+    // Where only some users exist, theirs may not.
+    let has = |map: &str, number: u32| {
+        let text = fs::read_to_string(map).unwrap();
+        text.lines().any(|line| {
+            let numbers: Vec<u64> =
+                line.split_whitespace().map(|word| word.parse().unwrap()).collect();
+            (numbers[0]..numbers[0] + numbers[2]).contains(&u64::from(number))
+        })
+    };
+    let users = [Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page].map(table::user);
+    let maps = ["/proc/self/uid_map", "/proc/self/gid_map"];
+    rights::OF_WHO_CHANGES.into_iter().all(has_right)
+        && fs::read_to_string("/proc/self/setgroups").is_ok_and(|text| text.trim() == "allow")
+        && users.iter().all(|user| maps.iter().all(|map| has(map, *user)))
+}
+
 /// What every child can do.
 const COMMON: [&str; 7] = [
     "reads the weights",
@@ -187,41 +244,61 @@ fn assert_can(outcomes: &Outcomes, expected: &[&str], who: &str) {
     assert_eq!(can, expected, "{who}");
 }
 
+const EACH_CHILD: &str = "sandbox::tests::each_child_can_do_its_work_and_nothing_else";
+const UNCONFINED: &str = "sandbox::tests::what_is_refused_works_where_nothing_is_confined";
+
 #[test]
 fn each_child_can_do_its_work_and_nothing_else() {
     if Support::of_this_kernel().check().is_err() {
-        println!("skipped: this kernel confines {} alone", Support::of_this_kernel());
-        return;
+        return ignored(EACH_CHILD, &format!("this kernel confines {}", Support::of_this_kernel()));
+    }
+    let free = Site::new().outcomes(Subject::Netd, SandboxMode::Off, false);
+    for (name, _) in free.iter().filter(|(_, done)| !**done) {
+        ignored(EACH_CHILD, &format!("\"{name}\", which no process here can"));
+    }
+    // A child has the user of its parent, unless that is the superuser and may change it.
+    let mut kept = Vec::new();
+    let changes_user = children_change_user();
+    if free["is the superuser"] && !changes_user {
+        ignored(
+            EACH_CHILD,
+            "a user of its own: this process of the superuser may not change users",
+        );
+        kept.push("is the superuser");
     }
     let net = ["listens on a port", "opens a datagram socket"];
     let netd = [&COMMON[..], &net].concat();
     let prepare =
         [&netd[..], &["reads a secret", "lists a folder", "changes the length of memory"]];
     let driver = ["reads a secret", "lists a folder", "changes the length of memory"];
-    // It has the user of its parent, unless that is the superuser.
     let signals = ["signals its parent"];
-    let signals = if nix::unistd::geteuid().is_root() { &signals[..0] } else { &signals };
+    let signals = if changes_user { &signals[..0] } else { &signals };
     let driver = [&driver[..], signals].concat();
     for mode in [SandboxMode::On, SandboxMode::Require] {
-        let of = |who, has_driver| Site::new().outcomes(who, mode, has_driver);
-        assert_can(&of(Subject::Netd, false), &netd, "netd");
-        assert_can(&of(Subject::Worker, false), &COMMON, "worker");
-        assert_can(&of(Subject::Prepare, false), &prepare.concat(), "prepare");
+        let check = |who, has_driver, can: &[&'static str], name| {
+            let can = can.iter().chain(&kept).copied().filter(|what| free[*what]);
+            let can: Vec<&str> = can.collect();
+            assert_can(&Site::new().outcomes(who, mode, has_driver), &can, name);
+        };
+        check(Subject::Netd, false, &netd, "netd");
+        check(Subject::Worker, false, &COMMON, "worker");
+        check(Subject::Prepare, false, &prepare.concat(), "prepare");
         let page = [&netd[..], &["changes the length of memory"]].concat();
-        assert_can(&of(Subject::Page, false), &page, "page");
-        assert_can(&of(Subject::Worker, true), &[&COMMON[..], &driver].concat(), "worker of a GPU");
+        check(Subject::Page, false, &page, "page");
+        check(Subject::Worker, true, &[&COMMON[..], &driver].concat(), "worker of a GPU");
     }
 }
 
 #[test]
 fn what_is_refused_works_where_nothing_is_confined() {
-    if !nix::unistd::geteuid().is_root() {
-        println!("skipped: packet sockets and namespaces are of root alone");
-        return;
+    let can = tried_here();
+    for what in EVERYTHING.iter().filter(|what| !can.contains(*what)) {
+        assert!(NOT_EVERYWHERE.contains(what), "every process can: {what}");
+        ignored(UNCONFINED, &format!("\"{what}\", which no process here can"));
     }
     for who in [Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page] {
         let outcomes = Site::new().outcomes(who, SandboxMode::Off, false);
-        assert_can(&outcomes, &EVERYTHING, &format!("{who:?}"));
+        assert_can(&outcomes, &can, &format!("{who:?}"));
     }
 }
 

@@ -156,9 +156,14 @@ fn ranks_that_disagree_get_an_error_and_no_sum() {
     assert!(matches!(error, GroupError::Mismatch { rank: Rank(1), epoch: 1, .. }), "{error}");
 }
 
+/// So many cases, multiplied as `PROPTEST_CASES` multiplies the usual 256.
+fn cases(short: u32) -> ProptestConfig {
+    let config = ProptestConfig::default();
+    ProptestConfig { cases: short.saturating_mul(config.cases).div_ceil(256), ..config }
+}
+
 proptest! {
-    // PROPTEST_CASES, which is 256 by default, scales the number.
-    #![proptest_config(ProptestConfig::with_cases((24 * ProptestConfig::default().cases).div_ceil(256)))]
+    #![proptest_config(cases(24))]
 
     #[test]
     fn sums_have_the_bits_of_the_sequential_sum(

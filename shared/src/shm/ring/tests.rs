@@ -16,7 +16,7 @@ use super::super::sync::die_at_store;
 use super::*;
 use crate::ids::{Generation, GroupId, WorkerId};
 
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(60);
 
 fn entry(number: u64) -> Entry {
     std::array::from_fn(|word| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(word as u64))
