@@ -219,7 +219,7 @@ mod emulator {
 }
 
 /// The images of `prebuilt/`, as a table for `src/cuda/driver/images.rs`. Warns of images that are
-/// older than their sources; `.ci/run kernels` fails on them.
+/// older than their sources; `.ci/run test` fails on them.
 mod images {
     use std::path::{Path, PathBuf};
 

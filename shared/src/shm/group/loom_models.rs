@@ -1,5 +1,5 @@
 //! Every interleaving and every reordering that the memory model allows, in groups of two and three
-//! ranks: `.ci/run loom`. Buffers that are written while another rank may read them, and wake-ups
+//! ranks: `.ci/long loom`. Buffers that are written while another rank may read them, and wake-ups
 //! that are lost, end a model.
 
 use std::time::Duration;

@@ -1,5 +1,5 @@
 //! Every interleaving and every reordering that the memory model allows, on rings of two entries:
-//! `.ci/run loom`.
+//! `.ci/long loom`.
 
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
