@@ -7,7 +7,10 @@ mod fake;
 #[path = "processes/harness.rs"]
 mod harness;
 
+use std::panic::catch_unwind;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill, killpg};
@@ -75,24 +78,48 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the tests whose names contain a given text, one after the other: each has several processes
-/// of its own.
+/// Tests that run at once. Each has several processes of its own, in a folder of its own, which mostly
+/// wait for each other.
+const AT_ONCE: usize = 4;
+
+/// Runs the tests whose names contain a given text. One that panics does not keep the others from running.
 fn run_tests(args: &[String]) -> ExitCode {
     let filters: Vec<&String> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
     let wanted = |name: &str| {
         filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()))
     };
-    let list = args.iter().any(|arg| arg == "--list");
-    for (name, test) in TESTS.iter().filter(|(name, _)| wanted(name)) {
-        if list {
-            println!("{name}: test");
-            continue;
-        }
-        let start = Instant::now();
-        test();
-        println!("test {name} ... ok ({:.1} s)", start.elapsed().as_secs_f32());
+    let tests: Vec<&Test> = TESTS.iter().filter(|(name, _)| wanted(name)).collect();
+    if args.iter().any(|arg| arg == "--list") {
+        tests.iter().for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
     }
-    ExitCode::SUCCESS
+    let (next, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let work = || {
+        while let Some((name, test)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if !passes(name, *test) {
+                failed.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    };
+    thread::scope(|scope| (0..AT_ONCE).for_each(|_| drop(scope.spawn(work))));
+    let failed = failed.into_inner();
+    let result = if failed == 0 { "ok" } else { "FAILED" };
+    println!(
+        "test result: {result}. {} passed; {failed} failed; 0 ignored; 0 measured; {} filtered out",
+        tests.len() - failed,
+        TESTS.len() - tests.len()
+    );
+    ExitCode::from(u8::from(failed > 0))
+}
+
+/// Runs a test in a thread of its name, which the message of a panic shows.
+fn passes(name: &str, test: fn()) -> bool {
+    let start = Instant::now();
+    let thread = Builder::new().name(name.to_owned()).spawn(move || catch_unwind(test).is_ok());
+    let passed = thread.unwrap().join().unwrap_or(false);
+    let outcome = if passed { "ok" } else { "FAILED" };
+    println!("test {name} ... {outcome} ({:.1} s)", start.elapsed().as_secs_f32());
+    passed
 }
 
 fn a_server_comes_online_and_a_stop_leaves_nothing() {
@@ -133,7 +160,8 @@ fn a_group_of_which_a_rank_is_killed_comes_back_as_one() {
     config.world_size = 2;
     let mut server = Server::start(&config);
     server.wait_online();
-    let descriptors_before = descriptors(server.pid());
+    server.wait_line("gone child=prepare");
+    let before_kills = descriptors(server.pid());
     for (rank, generation) in [(0, 1), (1, 2), (1, 3)] {
         let before = server.children();
         server.kill_child(&format!("gpu-worker 0.{rank}"));
@@ -150,7 +178,9 @@ fn a_group_of_which_a_rank_is_killed_comes_back_as_one() {
             assert_eq!(after[worker].world_size, Some(2));
         }
     }
-    assert_eq!(descriptors(server.pid()), descriptors_before);
+    wait_for("as many descriptors as before", || {
+        (descriptors(server.pid()) == before_kills).then_some(())
+    });
     server.kill_child("netd");
     server.wait_line("got the arena of netd generation=2");
     server.wait_lines("state=ONLINE", 2);
@@ -175,10 +205,11 @@ fn a_killed_netd_comes_back() {
 
 fn a_worker_without_progress_is_killed_and_restarted() {
     let mut config = config("worker-hangs");
-    config.restart.hang_timeout = Duration::from_millis(300);
+    // A machine that is busy for so long has a sound worker killed, too.
+    config.restart.hang_timeout = Duration::from_secs(1);
     let server = Server::start(&config);
     server.wait_line("hangs: no progress for");
-    server.wait_generation("gpu-worker 0.0", 2);
+    server.wait_line("told up worker=0.0 generation=2");
     server.wait_online();
 }
 
@@ -265,7 +296,7 @@ fn a_worker_that_keeps_crashing_ends_the_run() {
     config.restart.max_restarts = 2;
     let mut server = Server::start(&config);
     assert_eq!(server.wait(), Some(i32::from(ExitReason::RestartLimit.code())));
-    assert!(server.log().contains("cause=SelfInflicted"), "{}", server.log());
+    server.wait_line("cause=SelfInflicted");
     assert_eq!(server.names_in_shm(), [""; 0]);
 }
 
@@ -273,7 +304,7 @@ fn a_child_that_never_connects_ends_the_run_in_time() {
     let mut config = config("plain");
     config.restart.max_restarts = 1;
     config.restart.start_timeout = Duration::from_millis(200);
-    config.log.filter = fake::SILENT_PREPARE.into();
+    config.log.filter = fake::SILENT.into();
     let mut server = Server::start(&config);
     assert_eq!(server.wait(), Some(i32::from(ExitReason::RestartLimit.code())));
     assert!(server.log().contains("see --start_timeout"), "{}", server.log());
@@ -293,7 +324,7 @@ fn a_live_instance_cannot_be_started_twice() {
 fn restarts_leak_nothing() {
     let server = Server::start(&config("plain"));
     server.wait_online();
-    wait_for("prepare to be reaped", || server.log().contains("gone child=prepare").then_some(()));
+    server.wait_line("gone child=prepare");
     let settled =
         || (descriptors(server.pid()), harness::threads(server.pid()), segments_of(server.pid()));
     let before = wait_for("threads of prepare to end", || Some(settled()).filter(|now| now.1 == 7));

@@ -1,7 +1,7 @@
 //! Ports: whether a server can listen where it is asked to, and who does if not.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use super::check::Verdict;
@@ -67,14 +67,21 @@ fn socket(maddr: &str) -> Option<SocketAddr> {
 }
 
 fn bind(socket: SocketAddr) -> Bind {
-    match TcpListener::bind(socket).map_err(|error| (error.kind(), error)) {
+    match TcpListener::bind(socket) {
         Ok(_) => Bind::Free,
-        Err((ErrorKind::AddrInUse, _)) => Bind::InUse(holder(socket.port())),
-        Err((ErrorKind::PermissionDenied, _)) => Bind::Denied,
-        Err((ErrorKind::AddrNotAvailable, _)) => Bind::NoAddress,
+        Err(error) => refused(&error, || holder(socket.port())),
+    }
+}
+
+/// Why listening failed; `holder` tells who listens.
+fn refused(error: &io::Error, holder: impl FnOnce() -> Option<Holder>) -> Bind {
+    match error.kind() {
+        ErrorKind::AddrInUse => Bind::InUse(holder()),
+        ErrorKind::PermissionDenied => Bind::Denied,
+        ErrorKind::AddrNotAvailable => Bind::NoAddress,
         // No IPv6 at all.
-        Err((_, error)) if error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT) => Bind::NoAddress,
-        Err((_, error)) => Bind::Refused(error.to_string()),
+        _ if error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT) => Bind::NoAddress,
+        _ => Bind::Refused(error.to_string()),
     }
 }
 
@@ -207,9 +214,17 @@ mod tests {
         };
         assert_eq!(holder.pid, std::process::id());
         drop(taken);
-        assert_eq!(observe(&[format!("/ip4/127.0.0.1/tcp/{port}")])[0].bind, Bind::Free);
-        let elsewhere = observe(&["/ip4/203.0.113.9/tcp/0".to_owned()]);
-        assert_eq!(elsewhere[0].bind, Bind::NoAddress);
+        assert_eq!(observe(&["/ip4/127.0.0.1/tcp/0".to_owned()])[0].bind, Bind::Free);
+    }
+
+    #[test]
+    fn what_the_system_refuses_is_told_apart() {
+        use nix::libc::{EACCES, EADDRINUSE, EADDRNOTAVAIL, EAFNOSUPPORT, EIO};
+        let of = |code| refused(&io::Error::from_raw_os_error(code), || None);
+        assert_eq!(of(EADDRINUSE), Bind::InUse(None));
+        assert_eq!(of(EACCES), Bind::Denied);
+        assert_eq!([EADDRNOTAVAIL, EAFNOSUPPORT].map(of), [Bind::NoAddress, Bind::NoAddress]);
+        assert!(matches!(of(EIO), Bind::Refused(_)));
     }
 
     #[test]

@@ -28,11 +28,11 @@ use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use tracing::info;
 
-/// A log filter by which prepare knows that it shall never connect: the only thing a child knows
-/// before it does.
-pub const SILENT_PREPARE: &str = "info,silent=off";
+/// A log filter by which a child knows that it shall never connect: the only thing that it knows before
+/// it does.
+pub const SILENT: &str = "info,silent=off";
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 const BLOCKS: u32 = 8;
 
 /// `ROLE --bootstrap FD`.
@@ -48,6 +48,9 @@ pub fn run(args: &[String]) -> ExitCode {
             return ExitCode::from(error.exit_reason().code());
         }
     };
+    while bootstrap.birth().log.filter == SILENT {
+        std::thread::park();
+    }
     let reason = match role {
         Role::Prepare => prepare(bootstrap),
         Role::Netd => netd(bootstrap),
@@ -57,11 +60,6 @@ pub fn run(args: &[String]) -> ExitCode {
 }
 
 fn prepare(bootstrap: Bootstrap) -> ExitReason {
-    if bootstrap.birth().log.filter == SILENT_PREPARE {
-        loop {
-            std::thread::park();
-        }
-    }
     let ends: ControlEnds<ToPrepare, FromPrepare> = bootstrap.connect().unwrap();
     let say = |message| ends.sender.send(message).unwrap();
     let mut name = String::new();
@@ -215,7 +213,7 @@ fn round_trip(worker: &WorkerUp, fds: Vec<OwnedFd>) {
 
 fn worker(bootstrap: Bootstrap) -> ExitReason {
     let ends: ControlEnds<ToWorker, FromWorker> = bootstrap.connect().unwrap();
-    let mut me = None;
+    let (mut me, mut crashes) = (None, false);
     let mut echo: Option<Arc<AtomicBool>> = None;
     loop {
         match ends.receiver.recv() {
@@ -229,6 +227,7 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
                 let file = std::fs::File::from(weights.into_iter().next().unwrap());
                 assert_eq!(Manifest::read_open(&file, manifest).unwrap().model, init.model);
                 me = Some(init.worker);
+                crashes = init.model.name == "worker-crashes";
                 if let Some(member) = member {
                     meet(member, &init);
                 }
@@ -249,7 +248,7 @@ fn worker(bootstrap: Bootstrap) -> ExitReason {
                 if let Some(old) = echo.take() {
                     old.store(true, Ordering::Relaxed);
                 }
-                echo = Some(start_echo(me.unwrap(), &link, rings, bells));
+                echo = Some(start_echo(me.unwrap(), &link, rings, bells, crashes));
                 ends.sender
                     .send(FromWorker::Linked { netd_generation: link.netd_generation })
                     .unwrap();
@@ -307,13 +306,6 @@ fn follow_script(init: &WorkerInit, board: OwnedFd, supervisor: &ControlSender<F
                 std::thread::park();
             }
         }
-        "worker-crashes" => {
-            // Not before netd knows of this worker.
-            std::thread::spawn(|| {
-                std::thread::sleep(Duration::from_millis(100));
-                std::process::abort();
-            });
-        }
         _ => {}
     }
     board.enter(Phase::Idle, Duration::ZERO);
@@ -349,12 +341,14 @@ fn identity(worker: WorkerId, link: &LinkInit) -> RingIdentity {
     RingIdentity { worker, worker_generation, netd_generation }
 }
 
-/// Sends back what comes through the rings, until told to stop.
+/// Sends back what comes through the rings, until told to stop. One that `crashes` does so once netd knows
+/// of this worker.
 fn start_echo(
     worker: WorkerId,
     link: &LinkInit,
     rings: OwnedFd,
     bells: Vec<Doorbell>,
+    crashes: bool,
 ) -> Arc<AtomicBool> {
     let pair = RingPair::open(rings, &identity(worker, link)).unwrap();
     let stop = Arc::new(AtomicBool::new(false));
@@ -366,6 +360,9 @@ fn start_echo(
             while let Some(entry) = submission.pop().unwrap() {
                 completion.push(entry).unwrap();
                 completion.ring_if_sleeping(&bells[1]).unwrap();
+                if crashes {
+                    std::process::abort();
+                }
             }
         }
     });

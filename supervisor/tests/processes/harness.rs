@@ -3,7 +3,8 @@
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -17,7 +18,10 @@ use supervisor::report::ChildReport;
 use supervisor::status;
 
 /// Far beyond what a loaded machine needs.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Between two looks at what wakes nobody.
+const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// Polls until there is a value.
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
@@ -27,7 +31,7 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
             return value;
         }
         assert!(Instant::now() < end, "timed out waiting for {what}");
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(LOOK_PERIOD);
     }
 }
 
@@ -100,11 +104,11 @@ pub fn config(script: &str) -> ServeConfig {
             max_restarts: 20,
             window: minute,
             retry_after: None,
-            hang_timeout: Duration::from_secs(20),
+            hang_timeout: minute,
             start_timeout: minute,
         },
         log: LogConfig { filter: "info".into(), format: LogFormat::Text },
-        drain_timeout: Duration::from_secs(30),
+        drain_timeout: minute,
         file_limit: 512,
         fallback: None,
         sandbox: shared::sandbox::SandboxMode::On,
@@ -130,6 +134,8 @@ struct Log {
 pub struct Server {
     child: Child,
     log: Arc<Log>,
+    /// Ends with the last process that writes to the log.
+    reader: JoinHandle<()>,
     /// Holds the runtime folder; kept for a server that is started after this one.
     pub dir: Arc<tempfile::TempDir>,
     instance: String,
@@ -152,14 +158,14 @@ impl Server {
         let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let log = Arc::new(Log::default());
         let (stderr, sink) = (child.stderr.take().unwrap(), log.clone());
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                sink.lines.lock().unwrap().push(line);
+                sink.lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
                 sink.grown.notify_all();
             }
         });
         let instance = config.instance.unwrap_or_else(|| "0".into());
-        Server { child, log, dir, instance }
+        Server { child, log, reader, dir, instance }
     }
 
     pub fn pid(&self) -> Pid {
@@ -171,26 +177,32 @@ impl Server {
     }
 
     pub fn log(&self) -> String {
-        self.log.lines.lock().unwrap().join("\n")
+        self.lines().join("\n")
+    }
+
+    /// Also after a panic that showed them.
+    fn lines(&self) -> MutexGuard<'_, Vec<String>> {
+        self.log.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The first `count` lines with `text`, once there are so many.
     pub fn wait_lines(&self, text: &str, count: usize) -> Vec<String> {
-        let mut lines = self.log.lines.lock().unwrap();
         let end = Instant::now() + DEADLINE;
+        let mut lines = self.lines();
         loop {
+            let is_complete = self.reader.is_finished();
             let found: Vec<String> =
                 lines.iter().filter(|line| line.contains(text)).take(count).cloned().collect();
             if found.len() == count {
                 return found;
             }
-            let left = end.saturating_duration_since(Instant::now());
             assert!(
-                !left.is_zero(),
+                !is_complete && Instant::now() < end,
                 "no {count} lines with {text:?} in the log:\n{}",
                 lines.join("\n")
             );
-            lines = self.log.grown.wait_timeout(lines, left).unwrap().0;
+            // The end of the log wakes nobody.
+            lines = self.log.grown.wait_timeout(lines, LOOK_PERIOD).unwrap().0;
         }
     }
 
@@ -246,8 +258,11 @@ impl Server {
         self.child.try_wait().unwrap().map(|status| status.code())
     }
 
+    /// The same, waited for; the log is complete then.
     pub fn wait(&mut self) -> Option<i32> {
-        wait_for("the supervisor to end", || self.try_wait())
+        let code = wait_for("the supervisor to end", || self.try_wait());
+        wait_for("the end of the log", || self.reader.is_finished().then_some(()));
+        code
     }
 
     /// Names in /dev/shm that the supervisor made; its children make none.
@@ -273,9 +288,9 @@ impl Drop for Server {
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
             // An orderly end; else the children die with their parent.
             let _ = kill(self.pid(), Signal::SIGTERM);
-            let end = Instant::now() + Duration::from_secs(10);
+            let end = Instant::now() + DEADLINE;
             while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
-                std::thread::sleep(Duration::from_millis(5));
+                std::thread::sleep(LOOK_PERIOD);
             }
         }
         let _ = self.child.kill();

@@ -249,8 +249,14 @@ fn any_pause() -> impl Strategy<Value = Duration> {
     ]
 }
 
+/// So many cases, multiplied as `PROPTEST_CASES` multiplies the usual 256.
+fn cases(short: u32) -> ProptestConfig {
+    let config = ProptestConfig::default();
+    ProptestConfig { cases: short.saturating_mul(config.cases).div_ceil(256), ..config }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(cases(400))]
 
     #[test]
     fn no_run_of_events_breaks_the_invariants(
