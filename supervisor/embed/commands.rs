@@ -1,7 +1,6 @@
 //! Composition root of `sepal`: which subcommand runs which role. Everything else is in the crates.
 
 use std::ffi::OsString;
-use std::path::Path;
 
 use client::{demo, generate, probe};
 use gpu_worker::{inventory, sample, selftest};
@@ -10,7 +9,6 @@ use prepare::{cache, convert};
 use shared::bootstrap::Bootstrap;
 use shared::control::Role;
 use shared::exit::ExitReason;
-use supervisor::cache_folder;
 use supervisor::cli::{self, Command, with_log};
 use supervisor::devices;
 use supervisor::handover::{self, HandoverOptions};
@@ -33,12 +31,10 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         }
         Command::Plan(options) => supervisor::plan::run(*options, prepare::survey_model),
         Command::Cache(config) => {
-            fetch::checked(fetch::for_cache(&config)).unwrap_or_else(|| cache::run_command(&config))
+            fetch::for_cache(&config).unwrap_or_else(|| cache::run_command(&config))
         }
         Command::Convert(config, log) => with_log(&log, "convert", || {
-            let model = Path::new(&config.prepare.model);
-            fetch::checked(cache_folder::make_for(&config.prepare.cache_dir, [model]))
-                .unwrap_or_else(|| convert::run_command(&config))
+            fetch::for_convert(&config).unwrap_or_else(|| convert::run_command(&config))
         }),
         Command::Status(options) => supervisor::status::run(&options),
         Command::Handover(HandoverOptions::Describe) => handover::describe(),

@@ -1,10 +1,10 @@
-//! Brings what a client computes itself into folders, before the client begins.
+//! Brings what a client computes itself into folders, and makes or checks the cache, before a command begins.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use prepare::client_tensors;
 use shared::causes::with_causes;
-use shared::config::{CacheAction, CacheConfig, FetchConfig, GatewayConfig};
+use shared::config::{CacheAction, CacheConfig, ConvertConfig, FetchConfig, GatewayConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use supervisor::cache_folder;
@@ -26,21 +26,28 @@ pub fn for_gateway(config: &mut GatewayConfig, fetch: &FetchConfig) -> Option<Ex
     fetched(of_gateway(config), fetch).filter(|_| config.server.is_none())
 }
 
-/// Makes the folder around a cache that is changed or copied from, and checks it for one that is looked at.
-pub fn for_cache(config: &CacheConfig) -> Result<(), String> {
+/// Makes the folder around a cache that is changed or copied from, and checks it for one that is looked at. Why the
+/// command ends here, if others can write to the cache.
+pub fn for_cache(config: &CacheConfig) -> Option<ExitReason> {
     let looks = match &config.action {
         CacheAction::List { .. } | CacheAction::Verify { repair: false, .. } => true,
         CacheAction::Prune(prune) => prune.dry_run,
         CacheAction::Verify { repair: true, .. } | CacheAction::Export { .. } => false,
     };
-    match looks {
+    checked(match looks {
         true => cache_folder::check(&config.cache_dir),
         false => cache_folder::make(&config.cache_dir),
-    }
+    })
+}
+
+/// The same for the cache that `sepal convert` downloads to.
+pub fn for_convert(config: &ConvertConfig) -> Option<ExitReason> {
+    let model = Path::new(&config.prepare.model);
+    checked(cache_folder::make_for(&config.prepare.cache_dir, [model]))
 }
 
 /// Why the command ends here, if the cache folder is refused; says so.
-pub fn checked(folder: Result<(), String>) -> Option<ExitReason> {
+fn checked(folder: Result<(), String>) -> Option<ExitReason> {
     let why = folder.err()?;
     eprintln!("sepal: {}", escaped(&why));
     Some(ExitReason::BadConfig)
