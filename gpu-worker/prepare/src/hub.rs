@@ -29,7 +29,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use hf_hub::repository::{HFRepository, RepoTypeModel};
 use hf_hub::{HFClient, HFError};
 use model::checkpoint::CHECKPOINTS;
@@ -318,7 +318,7 @@ impl Hub {
         range: Range<u64>,
         each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
     ) -> Result<(), Trouble> {
-        let mut left = range.end - range.start;
+        let left = range.end - range.start;
         let request = self
             .repo
             .download_file_stream()
@@ -327,22 +327,9 @@ impl Hub {
             .range(range)
             .send();
         self.runtime.block_on(async {
-            let stalled = |_| Trouble::Stalled;
-            let sent =
-                tokio::time::timeout(2 * self.pauses.stall, request).await.map_err(stalled)?;
-            let (_, mut stream) = sent.map_err(Trouble::Hub)?;
-            while left > 0 {
-                let next = tokio::time::timeout(self.pauses.stall, stream.next())
-                    .await
-                    .map_err(stalled)?;
-                let bytes = next.ok_or(Trouble::CutShort)?.map_err(Trouble::Hub)?;
-                if bytes.len() as u64 > left {
-                    return Err(Trouble::NoRanges);
-                }
-                left -= bytes.len() as u64;
-                each(&bytes).map_err(Trouble::Ours)?;
-            }
-            Ok(())
+            let sent = tokio::time::timeout(2 * self.pauses.stall, request).await;
+            let (_, stream) = sent.map_err(|_| Trouble::Stalled)?.map_err(Trouble::Hub)?;
+            body(stream, left, self.pauses.stall, each).await
         })
     }
 
@@ -427,7 +414,30 @@ impl Hub {
     }
 }
 
+/// Gives `each` the `left` bytes of an answer, which may take as long as it likes while no piece takes
+/// longer than `stall`.
+async fn body<B: AsRef<[u8]>>(
+    mut pieces: impl Stream<Item = Result<B, HFError>> + Unpin,
+    mut left: u64,
+    stall: Duration,
+    each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
+) -> Result<(), Trouble> {
+    while left > 0 {
+        let next = tokio::time::timeout(stall, pieces.next()).await;
+        let next = next.map_err(|_| Trouble::Stalled)?;
+        let bytes = next.ok_or(Trouble::CutShort)?.map_err(Trouble::Hub)?;
+        let bytes = bytes.as_ref();
+        if bytes.len() as u64 > left {
+            return Err(Trouble::NoRanges);
+        }
+        left -= bytes.len() as u64;
+        each(bytes).map_err(Trouble::Ours)?;
+    }
+    Ok(())
+}
+
 /// Why a download stopped.
+#[derive(Debug)]
 enum Trouble {
     /// The disk, or told to stop.
     Ours(PrepareError),
