@@ -1,8 +1,7 @@
 //! What a restart keeps: the blocks of each device stay its blocks, whatever the rates are that were
 //! measured since.
 //!
-//!     cargo test --features emu --test restarts
-#![cfg(feature = "emu")]
+//! `.ci/long emulator` runs it.
 
 mod harness;
 
@@ -69,6 +68,7 @@ fn set_rates(dir: &Path, processor: f64, emulator: f64) {
 }
 
 #[test]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 fn a_restart_leaves_every_block_on_its_device_though_the_rates_have_changed() {
     let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
     measure(&dir);
