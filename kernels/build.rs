@@ -21,6 +21,8 @@ mod emulator {
     pub fn build() {
         println!("cargo:rerun-if-env-changed={SANITIZE}");
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+        // For tests that need a library of their own.
+        println!("cargo:rustc-env=SEPAL_EMU_COMPILER={}", plain().get_compiler().path().display());
         let mut sources = sources();
         let mut build = compiler();
         // Kernels that are wrong on purpose: whether a sanitizer reports anything at all.
@@ -38,6 +40,7 @@ mod emulator {
         build.file(tables);
         let mut objects = build.compile_intermediates();
         objects.extend(scheduler().compile_intermediates());
+        objects.extend(processor().compile_intermediates());
         cc::Build::new().cpp(true).objects(&objects).compile("sepal_emu");
         if !is_sanitized() {
             link_driver(&out, &objects);
@@ -74,6 +77,16 @@ mod emulator {
         build
     }
 
+    /// The check that kernels may run on this processor, which itself runs on any.
+    fn processor() -> cc::Build {
+        let mut build = portable();
+        if has_v3() {
+            build.define("EMU_V3", None);
+        }
+        build.file("cuda/emu/processor.cpp");
+        build
+    }
+
     /// The compiler of kernels, instrumented if that is asked for.
     fn compiler() -> cc::Build {
         let mut build = plain();
@@ -93,6 +106,16 @@ mod emulator {
     }
 
     fn plain() -> cc::Build {
+        let mut build = portable();
+        // Fused multiply-add and conversions of float16 as instructions: the same bits, in half the
+        // time. The tests run where they are built; elsewhere processor.cpp says what is wrong.
+        if has_v3() {
+            build.flag("-march=x86-64-v3");
+        }
+        build
+    }
+
+    fn portable() -> cc::Build {
         let mut build = cc::Build::new();
         build
             .cpp(true)
@@ -106,21 +129,26 @@ mod emulator {
             .flag("-Wno-unknown-pragmas")
             .flag("-Wno-unused-function")
             .flag("-Wno-unused-parameter")
+            // Arrays that unrolled loops fill.
+            .flag_if_supported("-Wno-maybe-uninitialized")
             .opt_level(if is_sanitized() { 1 } else { 2 })
             .flag("-g1");
-        // Fused multiply-add and conversions of float16 as instructions: the same bits, in half the
-        // time. The tests run where they are built.
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2")
+        build
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn has_v3() -> bool {
+        is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("bmi2")
             && is_x86_feature_detected!("f16c")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("lzcnt")
             && is_x86_feature_detected!("movbe")
-        {
-            build.flag("-march=x86-64-v3");
-        }
-        build
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn has_v3() -> bool {
+        false
     }
 
     fn is_sanitized() -> bool {

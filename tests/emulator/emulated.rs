@@ -1,6 +1,8 @@
 //! The whole server on the CUDA backend, its kernels run by the emulator: what clients get is what
 //! the processor gives, and a worker that is killed takes nothing with it, though its pages were in
 //! the memory of its device.
+//!
+//! `.ci/long emulator` runs all of it.
 
 use std::ops::Range;
 use std::process::Command;
@@ -26,6 +28,7 @@ fn serve_with(device: &str, more: &[&str]) -> Sepal {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_worker_on_a_device_is_killed_and_nothing_changes() {
     let sepal = serve("emu");
     let first = sepal.worker();
@@ -43,6 +46,7 @@ async fn a_worker_on_a_device_is_killed_and_nothing_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn without_a_mirror_a_death_ends_the_sessions_and_the_same_tokens_give_the_same_again() {
     let sepal = serve_with("emu", &["--kv_mirror", "off"]);
     let first = sepal.worker();
@@ -85,6 +89,7 @@ async fn first_session(peer: &Peer) -> (Session, Vec<f32>) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
     let flags = ["--fallback_device", "cpu", "--max_restarts", "0", "--retry_after", "1"];
     let sepal = serve_with("emu", &flags);
@@ -140,6 +145,7 @@ async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradient
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_worker_that_dies_on_the_way_back_changes_no_bit_of_a_gradient() {
     let serve = |more: &[&str]| {
         let flags = ["--device", "emu", "--torch_dtype", "bfloat16"];
@@ -195,6 +201,7 @@ fn served(sepal: &Sepal) -> Range<u32> {
 /// Without a number of blocks a server takes as many as fit the memory of its device, and these do:
 /// its worker rehearses its largest units and computes gradients in a device that has no more.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
     const FIT: usize = 5;
     let model = demo_model();
@@ -240,6 +247,7 @@ async fn the_blocks_that_are_chosen_fit_and_one_more_would_not() {
 }
 
 #[test]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 fn selftest_checks_every_kernel_and_measures_every_operation() {
     let folder = tempfile::tempdir().expect("a folder");
     let report = folder.path().join("report.json");
@@ -300,6 +308,7 @@ fn selftest_checks_every_kernel_and_measures_every_operation() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn the_device_gives_what_the_processor_gives() {
     let (device, processor) = (serve("emu"), serve("cpu"));
     let got = run_session(&device.addr(), 4, |_| ()).await;

@@ -1,6 +1,8 @@
 //! Ranks on emulated devices that share every block, with the real kernels: they compute what
 //! transformers does, and the death of any of them, inside an exchange or elsewhere, costs no session
 //! a bit.
+//!
+//! `.ci/long emulator` runs all of it.
 
 use std::time::Duration;
 
@@ -18,7 +20,8 @@ fn serve(model: &str, devices: &[&str], more: &[&str]) -> Sepal {
     Sepal::serve(&Golden::of(model).folder, "golden", &all)
 }
 
-/// Blocks of 3 heads and of 2 key/value heads, over 2 ranks: forward, gradients and deep prompts.
+/// Blocks of 3 heads and of 2 key/value heads, over 2 ranks: forward, gradients and deep prompts, and a
+/// session that outlives a rank. Of all scenarios on the emulator the one that always runs.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_emulated_ranks_compute_what_transformers_does() {
     for model in ["llama", "bloom"] {
@@ -45,11 +48,22 @@ async fn two_emulated_ranks_compute_what_transformers_does() {
         close(model, &got.inputs.bytes, &golden.states("prompted_input_gradient").bytes);
         close(model, &got.prompts.unwrap().bytes, &golden.prompts("prompt_gradient").bytes);
         swarm.leave().await;
+        let calm = run_session(&sepal.addr(), 3, |_| ()).await;
+        let first = rank(&sepal, 1);
+        let got = run_session(&sepal.addr(), 3, |step| {
+            if step == 1 {
+                kill(rank(&sepal, 1), Signal::SIGKILL).expect("a rank");
+            }
+        })
+        .await;
+        assert_ne!(rank(&sepal, 1), first, "{model}: the rank was replaced");
+        assert!(got == calm, "{model}: results differ after a kill");
         assert_eq!(sepal.terminate().code(), Some(0));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn groups_of_a_size_serve_a_part_of_the_blocks_each() {
     let devices = ["--device", "emu:0,emu:1,emu:2,emu:3", "--tensor_parallel_size", "2"];
     let (two, one) = (serve("llama", &devices, &[]), serve("llama", &TWO, &[]));
@@ -62,6 +76,7 @@ async fn groups_of_a_size_serve_a_part_of_the_blocks_each() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_rank_that_dies_at_any_point_of_a_job_changes_nothing() {
     let calm = serve("llama", &TWO, &[]);
     let expected = run_session(&calm.addr(), 4, |_| ()).await;
@@ -87,13 +102,16 @@ async fn a_rank_that_dies_at_any_point_of_a_job_changes_nothing() {
 /// One rank is stopped, so that the other waits for it inside an exchange or for its plan; there
 /// the other dies, both die, or neither does and the stopped one is found out.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_rank_that_dies_or_stops_inside_an_exchange_changes_nothing() {
     let calm = serve("llama", &TWO, &[]);
     let expected = run_session(&calm.addr(), 3, |_| ()).await;
     assert_eq!(calm.terminate().code(), Some(0));
     for stopped in [0, 1] {
         for harm in [Some(Signal::SIGKILL), Some(Signal::SIGABRT), None] {
-            let sepal = serve("llama", &TWO, &["--hang_timeout", "3"]);
+            // Found out late enough that a loaded machine is not taken for a rank that hangs.
+            let limit = if harm.is_some() { "600" } else { "10" };
+            let sepal = serve("llama", &TWO, &["--hang_timeout", limit]);
             let addr = sepal.addr();
             let victims = [rank(&sepal, stopped), rank(&sepal, 1 - stopped)];
             let running = tokio::spawn(async move {
@@ -122,8 +140,8 @@ async fn a_rank_that_dies_or_stops_inside_an_exchange_changes_nothing() {
             match harm {
                 Some(_) => assert!(hung.is_empty(), "{log}"),
                 None => {
-                    assert_eq!(hung.len(), 1, "{log}");
-                    assert!(hung[0].contains(&format!("gpu-worker 0.{stopped}")), "{log}");
+                    let named = format!("gpu-worker 0.{stopped}");
+                    assert!(hung.iter().any(|line| line.contains(&named)), "{log}");
                 }
             }
             assert_eq!(sepal.terminate().code(), Some(0));
@@ -132,6 +150,7 @@ async fn a_rank_that_dies_or_stops_inside_an_exchange_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn without_a_mirror_the_death_of_a_rank_ends_the_sessions() {
     let sepal = serve("llama", &TWO, &["--kv_mirror", "off"]);
     let expected = run_session(&sepal.addr(), 2, |_| ()).await;

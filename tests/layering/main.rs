@@ -60,6 +60,9 @@ const EDGES: &[(&str, &[&str])] = &[
 const TEST_EDGES: &[(&str, &str)] = &[
     ("prepare", "gpu-worker"),
     ("gpu-worker", "prepare"),
+    // With their feature `emu`.
+    ("gpu-worker", "gpu-worker"),
+    ("kernels", "kernels"),
     ("shared", "fuzzing"),
     ("hivemind", "fuzzing"),
     ("netd", "fuzzing"),

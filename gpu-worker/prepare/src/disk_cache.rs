@@ -318,7 +318,8 @@ mod tests {
             drop(held.take_if(|_| waits == 2));
             Ok(())
         });
-        assert!(lock.is_ok() && waits == 2);
+        // More if a process that another test is starting has a copy of the descriptor for a moment.
+        assert!(lock.is_ok() && waits >= 2);
     }
 
     #[test]

@@ -29,6 +29,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use futures::{Stream, StreamExt};
 use hf_hub::{Cache, CacheRepo, Repo};
 use model::checkpoint::CHECKPOINTS;
 use model::header::Header;
@@ -309,23 +310,12 @@ impl Hub {
         range: Range<u64>,
         each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
     ) -> Result<(), Trouble> {
-        let mut left = range.end - range.start;
+        let left = range.end - range.start;
         self.runtime.block_on(async {
-            let stalled = |_| Trouble::Stalled;
             let asked = self.asker.bytes(&self.name, &self.commit, file, range);
             let sent = tokio::time::timeout(2 * self.pauses.stall, asked).await;
-            let mut answer = sent.map_err(stalled)??;
-            while left > 0 {
-                let next = tokio::time::timeout(self.pauses.stall, answer.chunk());
-                let bytes = next.await.map_err(stalled)?.map_err(|e| Trouble::transit(&e))?;
-                let bytes = bytes.ok_or(Trouble::CutShort)?;
-                if bytes.len() as u64 > left {
-                    return Err(Trouble::NoRanges);
-                }
-                left -= bytes.len() as u64;
-                each(&bytes).map_err(Trouble::Ours)?;
-            }
-            Ok(())
+            let answer = sent.map_err(|_| Trouble::Stalled)??;
+            body(answer.bytes_stream(), left, self.pauses.stall, each).await
         })
     }
 
@@ -401,7 +391,30 @@ impl Hub {
     }
 }
 
+/// Gives `each` the `left` bytes of an answer, which may take as long as it likes while no piece takes
+/// longer than `stall`.
+async fn body<B: AsRef<[u8]>>(
+    mut pieces: impl Stream<Item = Result<B, reqwest::Error>> + Unpin,
+    mut left: u64,
+    stall: Duration,
+    each: &mut dyn FnMut(&[u8]) -> Result<(), PrepareError>,
+) -> Result<(), Trouble> {
+    while left > 0 {
+        let next = tokio::time::timeout(stall, pieces.next()).await;
+        let next = next.map_err(|_| Trouble::Stalled)?;
+        let bytes = next.ok_or(Trouble::CutShort)?.map_err(|e| Trouble::transit(&e))?;
+        let bytes = bytes.as_ref();
+        if bytes.len() as u64 > left {
+            return Err(Trouble::NoRanges);
+        }
+        left -= bytes.len() as u64;
+        each(bytes).map_err(Trouble::Ours)?;
+    }
+    Ok(())
+}
+
 /// Why a download stopped.
+#[derive(Debug)]
 enum Trouble {
     /// The disk, or told to stop.
     Ours(PrepareError),

@@ -107,6 +107,7 @@ fn block_bytes(engine: &Engine<'_, Cuda<Emu>>) -> usize {
 }
 
 #[test]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 fn what_is_resident_on_the_device_changes_no_bit() {
     let model = model(0);
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
@@ -131,6 +132,7 @@ fn what_is_resident_on_the_device_changes_no_bit() {
 }
 
 #[test]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 fn jobs_take_no_more_memory_than_was_planned() {
     for model in [model(0), mixture(QuantType::Nf4, 0)] {
         take_no_more_than_planned(&model);

@@ -140,8 +140,16 @@ mod tests {
 
     const WORLD: usize = 3;
 
+    const DEADLINE: Duration = Duration::from_secs(60);
+
     /// A group of three, and what each rank has of it.
     fn ranks() -> (Group, Vec<Peers>) {
+        let (group, peers, _) = ranks_on_boards();
+        (group, peers)
+    }
+
+    /// The same with the board of each rank.
+    fn ranks_on_boards() -> (Group, Vec<Peers>, Vec<Seat>) {
         let shape = GroupShape {
             group: GroupId(0),
             generation: Generation(1),
@@ -158,16 +166,17 @@ mod tests {
                 ends[higher].push(other);
             }
         }
+        let seats: Vec<Seat> = (0..WORLD).map(|_| Seat::of(Role::Worker, Generation(1))).collect();
         let peers = |(rank, sockets): (usize, Vec<OwnedFd>)| {
+            let Seat { board, seat } = &seats[rank];
             let rank = Rank(rank as u16);
             let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
             let map = GroupMap::open(segment, bells, &shape, rank).unwrap();
-            let Seat { board, seat } = Seat::of(Role::Worker, Generation(1));
-            let board = BoardWriter::open(board.try_clone().unwrap(), &seat, Generation(1));
+            let board = BoardWriter::open(board.try_clone().unwrap(), seat, Generation(1));
             Peers::new(rank, sockets, &map, &Arc::new(board.unwrap()))
         };
         let peers = ends.into_iter().enumerate().map(peers).collect();
-        (group, peers)
+        (group, peers, seats)
     }
 
     fn number(message: PeerMessage) -> Option<u8> {
@@ -194,12 +203,17 @@ mod tests {
 
     #[test]
     fn the_end_of_a_rank_is_the_end_of_the_group_and_the_supervisor_says_so_first() {
-        let (group, mut peers) = ranks();
+        let (group, mut peers, seats) = ranks_on_boards();
         drop(peers.remove(1));
         let first = peers.remove(0);
         let waiting = thread::spawn(move || first.round(&[1], None, number));
-        thread::sleep(3 * POLL);
-        assert!(!waiting.is_finished());
+        // It beats for as long as it waits for the supervisor's word.
+        let beats = || seats[0].board.view().child_snapshot(0).unwrap().progress;
+        let start = Instant::now();
+        while beats() < 3 {
+            assert!(start.elapsed() < DEADLINE, "{} beats", beats());
+            thread::yield_now();
+        }
         group.abort().unwrap();
         assert_eq!(waiting.join().unwrap().unwrap_err().reason, ExitReason::GroupAborted);
     }

@@ -2,6 +2,9 @@
 // half of ptx.h. It has only what our kernels use; a kernel that needs more adds it with the same
 // signature. fiber.h describes how threads run.
 #pragma once
+// build.rs also preprocesses each source for the names of its kernels (EMU_SCAN), which needs no
+// standard library.
+#ifndef EMU_SCAN
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -9,6 +12,7 @@
 
 #include <type_traits>
 #include <utility>
+#endif
 
 #include "fiber.h"
 
@@ -22,7 +26,9 @@
 #endif
 #define __device__
 #define __host__
-#define __forceinline__ inline __attribute__((always_inline))
+// A device needs the whole kernel in one function. Here g++ may choose: forced, it compiles twice as
+// long, for the same speed.
+#define __forceinline__ inline
 #define __noinline__    __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __constant__ static const

@@ -379,8 +379,15 @@ int check_launch(const Function& function, const unsigned (&grid)[3], const unsi
 
 // --- start, devices, contexts --------------------------------------------------------------------
 
+extern "C" const char* sepal_emu_lacks(); // processor.cpp
+
 API cuInit(unsigned) {
     std::lock_guard<std::recursive_mutex> guard(lock);
+    if (const char* lacking = sepal_emu_lacks()) {
+        fprintf(stderr,
+                "cuda emulator: compiled for a processor with %s, which this one lacks\n", lacking);
+        abort();
+    }
     if (int error = planned_failure("cuInit")) return error;
     if (!is_started) devices.resize(setting("EMU_CUDA_DEVICES", 1));
     is_started = true;

@@ -17,12 +17,14 @@
 // with NaN before each CTA. It performs asynchronous copies and products of warpgroups (wgmma.h) as
 // late as it may, so that a missing wait gives a wrong result.
 #pragma once
+#ifndef EMU_SCAN
 #include <stddef.h>
 #include <stdint.h>
 
 #include <atomic>
 #include <deque>
 #include <vector>
+#endif
 
 #if defined(__SANITIZE_THREAD__) || defined(EMU_TSAN)
 #undef EMU_TSAN

@@ -1,9 +1,8 @@
 // __half and __nv_bfloat16 with the conversions that kernels use, rounded to nearest even.
 #pragma once
+#ifndef EMU_SCAN
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
-#include <immintrin.h>
 #endif
 
 static inline unsigned __float_as_uint(float f) {
@@ -21,6 +20,11 @@ static inline float __int_as_float(int bits) { return __uint_as_float((unsigned)
 
 namespace emu {
 
+#ifdef __F16C__
+typedef float Floats __attribute__((vector_size(16)));
+typedef short Halves __attribute__((vector_size(16)));
+#endif
+
 static inline uint16_t bf16_bits(float f) {
     uint32_t x = __float_as_uint(f);
     if ((x & 0x7fffffff) > 0x7f800000) return 0x7fff;
@@ -29,7 +33,8 @@ static inline uint16_t bf16_bits(float f) {
 
 static inline float f16_value(uint16_t h) {
 #ifdef __F16C__
-    return _cvtsh_ss(h);
+    // The built-in functions themselves: <immintrin.h> takes longer to read than most kernels.
+    return __builtin_ia32_vcvtph2ps((Halves){(short)h})[0];
 #else
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
     if (exponent == 31) return __uint_as_float(sign | 0x7f800000 | mantissa << 13);
@@ -44,7 +49,7 @@ static inline float f16_value(uint16_t h) {
 static inline uint16_t f16_bits(float f) {
     if (f != f) return 0x7fff;
 #ifdef __F16C__
-    return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+    return (uint16_t)__builtin_ia32_vcvtps2ph((Floats){f}, 0 /* to nearest even */)[0];
 #else
     uint32_t x = __float_as_uint(f), sign = x >> 16 & 0x8000;
     x &= 0x7fffffff;

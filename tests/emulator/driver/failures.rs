@@ -132,6 +132,7 @@ fn told(call: &str) -> &str {
 }
 
 #[test]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 fn a_start_is_refused_with_the_function_that_it_needs_and_that_fails() {
     for (call, ..) in CALLS.iter().filter(|(_, start, _)| *start == Start::Refused) {
         let plan = format!("{call}:999:0");
@@ -146,6 +147,7 @@ fn a_start_is_refused_with_the_function_that_it_needs_and_that_fails() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_server_starts_and_serves_where_a_function_fails_that_it_can_do_without() {
     let calm = serve("cuda:0", &[CARD]);
     let expected = run(&calm, |_| ()).await;
@@ -169,6 +171,7 @@ async fn a_server_starts_and_serves_where_a_function_fails_that_it_can_do_withou
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_function_that_fails_in_service_costs_at_most_a_worker_and_no_session() {
     let plans = tempfile::tempdir().expect("temporary folder");
     let path = plans.path().to_str().expect("UTF-8");
@@ -202,6 +205,7 @@ async fn a_function_that_fails_in_service_costs_at_most_a_worker_and_no_session(
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn ranks_meet_where_a_function_that_shares_memory_fails() {
     let two = ("EMU_CUDA_DEVICES", "2");
     let calm = start_ranks("cuda:0,cuda:1", &[CARD, two]);
@@ -224,6 +228,7 @@ async fn ranks_meet_where_a_function_that_shares_memory_fails() {
 
 /// The arena and the staging of the KV mirror are registered in parts, or not at all.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "larger shapes on the emulator: .ci/long emulator"]
 async fn a_host_that_registers_little_memory_at_once_serves_as_one_that_registers_all() {
     let calm = serve("cuda:0", &[CARD]);
     let expected = run(&calm, |_| ()).await;

@@ -1,6 +1,6 @@
 use std::fs::{File, FileTimes};
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use shared::block::Span;
 use shared::config::{HubConfig, PrepareConfig, PruneConfig, QuantType};
@@ -35,7 +35,9 @@ fn filled() -> Filled {
         hub: HubConfig { endpoint: Some(hub.endpoint.clone()), ..HubConfig::default() },
     };
     ready(&config);
-    Filled { cache, config, _model: model, _hub: hub }
+    let filled = Filled { cache, config, _model: model, _hub: hub };
+    filled.wait_until_unused();
+    filled
 }
 
 fn ready(config: &PrepareConfig) {
@@ -59,6 +61,22 @@ impl Filled {
 
     fn json(&self, action: CacheAction) -> serde_json::Value {
         serde_json::from_str(&self.run(action).text).unwrap()
+    }
+
+    /// A process that another test is starting has a copy of every descriptor, and of its lock, for a
+    /// moment.
+    fn wait_until_unused(&self) {
+        let end = Instant::now() + Duration::from_secs(60);
+        let is_used = |entry: &serde_json::Value| entry["files_in_use"] != 0;
+        while self.json(CacheAction::List { json: true })["entries"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(is_used)
+        {
+            assert!(Instant::now() < end, "a file stays in use");
+            std::thread::yield_now();
+        }
     }
 
     fn block(&self, number: u32) -> PathBuf {
@@ -126,6 +144,7 @@ fn pruning_deletes_what_was_asked_for_but_nothing_in_use() {
     assert!(!filled.block(0).is_file() && filled.block(1).is_file());
     assert!(filled.prepared().is_empty());
     drop(held);
+    filled.wait_until_unused();
     filled.run(CacheAction::Prune(PruneConfig { dry_run: false, ..wanted }));
     let left: Vec<_> = std::fs::read_dir(filled.cache.path().join("models--org--tiny"))
         .map_or(vec![], |files| files.map(|file| file.unwrap().file_name()).collect());

@@ -7,8 +7,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
@@ -33,8 +33,9 @@ pub struct Troubles {
     pub unavailable: usize,
     /// The sums of files are those of something else.
     pub wrong_sums: bool,
-    /// Bodies come in this many pieces, with such pauses between them.
-    pub slow: Option<(usize, Duration)>,
+    /// Bodies come in this many pieces, each after the first once it is asked for; see
+    /// [`StandIn::send_when_asked`].
+    pub pieces: Option<(usize, Arc<Mutex<Receiver<()>>>)>,
     /// Ranges are answered with the whole file.
     pub no_ranges: bool,
     /// The commit that it names instead of [`COMMIT`].
@@ -80,6 +81,15 @@ impl StandIn {
 
     pub fn trouble(&self, set: impl FnOnce(&mut Troubles)) {
         set(&mut self.state.lock().unwrap().troubles);
+    }
+
+    /// Bodies come in so many pieces from now on: each after the first once a message is sent, or never
+    /// if the sender is gone before.
+    #[allow(dead_code, reason = "other tests include this file")]
+    pub fn send_when_asked(&self, pieces: usize) -> Sender<()> {
+        let (ask, asked) = channel();
+        self.trouble(|troubles| troubles.pieces = Some((pieces, Arc::new(Mutex::new(asked)))));
+        ask
     }
 
     /// Requests with a body so far, and forgets them.
@@ -164,13 +174,14 @@ fn answer(mut stream: TcpStream, state: &Mutex<Served>) -> Option<()> {
         state.troubles.cut_after = Some((after, times - 1));
     }
     let part = part[..length].to_vec();
-    let (pieces, pause) = state.troubles.slow.unwrap_or((1, Duration::ZERO));
+    let pieces = state.troubles.pieces.clone();
     drop(state);
-    part.chunks(part.len().div_ceil(pieces).max(1))
-        .try_for_each(|piece| {
-            stream.write_all(piece)?;
-            std::thread::sleep(pause);
-            Ok::<_, std::io::Error>(())
-        })
-        .ok()
+    let count = pieces.as_ref().map_or(1, |(count, _)| *count);
+    for (number, piece) in part.chunks(part.len().div_ceil(count).max(1)).enumerate() {
+        if let Some((_, asked)) = pieces.as_ref().filter(|_| number > 0) {
+            asked.lock().unwrap().recv().ok()?;
+        }
+        stream.write_all(piece).ok()?;
+    }
+    Some(())
 }

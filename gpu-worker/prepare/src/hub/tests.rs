@@ -19,7 +19,7 @@ const QUICK: Pauses = Pauses {
     first: Duration::from_millis(1),
     longest: Duration::from_millis(5),
     failures: 4,
-    stall: Duration::from_secs(5),
+    stall: Duration::from_secs(60),
 };
 
 struct Site {
@@ -305,29 +305,56 @@ fn a_header_that_names_bytes_beyond_any_file_is_refused() {
     assert!(error.to_string().contains("no file has"), "{error}");
 }
 
+/// Time is virtual here.
+#[tokio::test(start_paused = true)]
+async fn an_answer_may_take_long_as_long_as_it_comes() {
+    let pieces = |pause: Duration| {
+        let piece = move |number: u8| async move {
+            tokio::time::sleep(pause).await;
+            Ok([number; 1000])
+        };
+        Box::pin(futures::stream::iter(0..9).then(piece))
+    };
+    let start = tokio::time::Instant::now();
+    let (mut got, second) = (Vec::new(), Duration::from_secs(1));
+    let mut each = |bytes: &[u8]| {
+        got.extend_from_slice(bytes);
+        Ok(())
+    };
+    body(pieces(STALL - second), 9000, STALL, &mut each).await.unwrap();
+    assert_eq!(start.elapsed(), 9 * (STALL - second));
+    assert_eq!((got.len(), got[0], got[8999]), (9000, 0, 8));
+    let start = tokio::time::Instant::now();
+    let silent = body(pieces(STALL + second), 9000, STALL, &mut |_| Ok(())).await;
+    assert!(matches!(silent, Err(Trouble::Stalled)), "{silent:?}");
+    assert_eq!(start.elapsed(), STALL);
+}
+
 #[test]
-fn a_whole_file_may_take_long_as_long_as_it_comes() {
+fn a_whole_file_tells_that_it_comes_and_its_silence_is_an_error() {
     let site = site();
     std::fs::write(site.model.path().join("pytorch_model.bin"), [7; 9000]).unwrap();
     let hub = StandIn::serve("org/tiny", site.model.path());
     let mut config = site.config.clone();
     config.hub.endpoint = Some(hub.endpoint.clone());
-    let patience = Pauses { failures: 1, stall: Duration::from_millis(500), ..QUICK };
-    let found = Hub::with_pauses(&config, patience).unwrap();
-    // Nine pieces over more than twice the time that silence is borne.
-    let pause = Duration::from_millis(300);
-    hub.trouble(|troubles| troubles.slow = Some((9, pause)));
+    let found = Hub::with_pauses(&config, Pauses { failures: 1, ..QUICK }).unwrap();
+    // The next piece comes once the one before has been seen.
+    let asked = hub.send_when_asked(9);
     let mut looks = 0;
     let mut alive = |_| {
         looks += 1;
+        let _ = asked.send(());
         Ok(())
     };
     found.whole_file("pytorch_model.bin", &mut alive).unwrap();
-    assert!(looks >= 5, "told to be alive {looks} times only");
+    assert!(looks >= 9, "told to be alive {looks} times only");
 
     std::fs::remove_file(found.snapshot().join("pytorch_model.bin")).unwrap();
     std::fs::remove_dir_all(found.root.join("blobs")).unwrap();
-    hub.trouble(|troubles| troubles.slow = Some((2, Duration::from_secs(20))));
+    // Nobody asks for the second piece.
+    let _asked = hub.send_when_asked(2);
+    let stall = Duration::from_millis(200);
+    let found = Hub { pauses: Pauses { stall, ..found.pauses }, ..found };
     let error = found.whole_file("pytorch_model.bin", &mut |_| Ok(())).unwrap_err();
     assert!(error.to_string().contains("nothing came"), "{error}");
 }

@@ -174,7 +174,8 @@ pub(super) fn text(bytes: &[c_char]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-#[cfg(test)]
+// With `emu`, for its compiler.
+#[cfg(all(test, feature = "emu"))]
 mod tests {
     use std::path::Path;
     use std::process::Command;
@@ -186,9 +187,9 @@ mod tests {
         fake_with(folder, functions, "")
     }
 
-    /// The same with further functions in C.
+    /// The same with further functions in C++.
     fn fake_with(folder: &Path, functions: &[(&str, u32)], others: &str) -> Library {
-        let source = folder.join("fake.c");
+        let source = folder.join("fake.cpp");
         let body: String = functions
             .iter()
             .map(|(name, status)| {
@@ -197,11 +198,15 @@ mod tests {
                 )
             })
             .collect();
-        std::fs::write(&source, body + others).unwrap();
+        std::fs::write(&source, format!("extern \"C\" {{\n{body}{others}}}\n")).unwrap();
         let library = folder.join("libcuda.so.1");
-        let compiled =
-            Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
-        assert!(compiled.unwrap().success());
+        // The one that compiled the emulator.
+        let compiler = env!("SEPAL_EMU_COMPILER");
+        let compiled = Command::new(compiler)
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .status();
+        assert!(compiled.expect(compiler).success());
         open(library.to_str().unwrap()).unwrap()
     }
 

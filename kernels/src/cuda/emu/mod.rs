@@ -25,6 +25,7 @@ unsafe extern "C" {
         value: *mut u32,
     ) -> bool;
     fn sepal_emu_kernel(index: c_uint) -> *const c_char;
+    fn sepal_emu_lacks() -> *const c_char;
     fn sepal_emu_launch(
         name: *const c_char,
         grid: *const c_uint,
@@ -47,6 +48,14 @@ unsafe extern "C" {
         sizes: *const c_uint,
         count: c_uint,
     ) -> u64;
+}
+
+/// Instructions that the kernels were compiled for and this processor lacks.
+fn lacks() -> Option<String> {
+    // SAFETY: it may be called at any time.
+    let name = unsafe { sepal_emu_lacks() };
+    // SAFETY: a static C string.
+    (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned())
 }
 
 /// Where a `libcuda.so` lies whose devices are the emulator (`kernels/cuda/emu/driver.cpp`): a
@@ -135,7 +144,16 @@ impl Emu {
     /// The same; threads take turns in an order drawn from `seed` (1: one after the other). With an
     /// even one, bulk copies are carried out as soon as they are asked for, otherwise as late
     /// as may be.
+    ///
+    /// # Panics
+    /// If the kernels were compiled on a machine whose processor has instructions that this one lacks.
     pub fn with_order(threads: usize, seed: u64) -> Emu {
+        if let Some(instructions) = lacks() {
+            panic!(
+                "the emulator was compiled for a processor with {instructions}, which this one lacks: \
+                 compile it here (cargo clean -p kernels)"
+            );
+        }
         Emu {
             threads: u32::try_from(threads).unwrap_or(1).max(1),
             order: seed.max(1),

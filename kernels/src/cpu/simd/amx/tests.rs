@@ -6,6 +6,7 @@
 use std::arch::asm;
 
 use super::*;
+use crate::untested::ignored;
 
 /// Numbers that are not: a few bits, all exponents, zeros, infinities and what is next to the least normal
 /// number come up often.
@@ -62,7 +63,8 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
 #[test]
 fn sums_of_the_model_round_and_flush_as_the_machine_does() {
     if !is_x86_feature_detected!("fma") {
-        return;
+        let test = "sums_of_the_model_round_and_flush_as_the_machine_does";
+        return ignored(test, "this processor has no FMA");
     }
     let (mut next, mut tiny, mut close) = (noise(1), 0, 0);
     for _ in 0..2_000_000 {
@@ -181,6 +183,8 @@ fn tiles_of_this_machine_equal_the_model() {
         for seed in 0..20 {
             assert_eq!(random_products::<Hardware>(seed), random_products::<Model>(seed));
         }
+    } else {
+        ignored("tiles_of_this_machine_equal_the_model", "this processor has no AMX");
     }
     assert_eq!(random_products::<Model>(7), random_products::<Model>(7));
 }

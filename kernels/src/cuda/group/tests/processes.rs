@@ -68,9 +68,17 @@ fn processes_sum_through_each_others_memory_until_one_is_killed() {
             }
             group.abort().unwrap();
             let start = Instant::now();
-            let status = living.wait().unwrap();
+            let status = loop {
+                if let Some(status) = living.try_wait().unwrap() {
+                    break status;
+                }
+                if start.elapsed() > DEADLINE {
+                    living.kill().unwrap();
+                    panic!("{kind}, {path}: rank 0 waits on after the abort");
+                }
+                thread::sleep(Duration::from_millis(1));
+            };
             assert!(status.success(), "{kind}, {path}: {status}");
-            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
         }
     }
 }
