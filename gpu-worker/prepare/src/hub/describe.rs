@@ -113,10 +113,10 @@ impl Asker {
         }
         let answer = request.send().await.map_err(|error| Trouble::transit(&error))?;
         let status = answer.status();
-        let is_busy =
-            matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT);
+        let is_busy = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT);
         if status.is_server_error() || is_busy {
-            let seconds = answer.headers().get(RETRY_AFTER).and_then(|v| v.to_str().ok()?.parse().ok());
+            let seconds =
+                answer.headers().get(RETRY_AFTER).and_then(|v| v.to_str().ok()?.parse().ok());
             let retry_after = seconds.map(Duration::from_secs);
             return Err(Trouble::Transit { why: format!("the Hub answers {status}"), retry_after });
         }
