@@ -76,18 +76,14 @@ pub(super) const MAX_WAITING_CALLS: usize = 1024;
 pub(super) const COMMAND_QUEUE: usize = 256;
 /// Inbound RPCs under way to their handler.
 pub(super) const INBOUND_QUEUE: usize = 256;
-/// A unary request must be complete by then: 4 MiB over a slow link. Tests wait for it.
-pub(super) const UNARY_REQUEST_TIMEOUT: Duration =
-    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// A unary request must be complete by then: 4 MiB over a slow link.
+pub(super) const UNARY_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// A unary request of which nothing came for this long is given up: what is reserved for it is missing to
-/// others. Tests wait for it.
-pub(super) const UNARY_STALL_TIMEOUT: Duration =
-    Duration::from_secs(if cfg!(test) { 4 } else { 10 });
+/// others.
+pub(super) const UNARY_STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// What is reserved for the frames of a stream is missing to others: without a byte for so long, the
-/// stream is given up. While others wait for room it needs [`LEAST_FRAME_BYTES`] in that time. Tests
-/// wait for it.
-pub(super) const FRAME_STALL_TIMEOUT: Duration =
-    Duration::from_secs(if cfg!(test) { 2 } else { 10 });
+/// stream is given up. While others wait for room it needs [`LEAST_FRAME_BYTES`] in that time.
+pub(super) const FRAME_STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The least of a frame that must come in [`FRAME_STALL_TIMEOUT`] while others wait: 1 Mbit/s.
 pub(super) const LEAST_FRAME_BYTES: usize = 1250 << 10;
 /// Streams of one connection, each with a first window of 256 KiB.
@@ -96,14 +92,12 @@ pub(super) const MAX_STREAMS_PER_CONNECTION: usize = 256;
 pub(super) const MAX_WINDOW_GROWTH_OF_STREAM_BYTES: u32 = 16 << 20;
 /// What the windows of all streams of one connection may grow by. A stream takes at most half of what is left.
 pub(super) const MAX_WINDOW_GROWTH_BYTES: usize = 64 << 20;
-/// A write that makes no progress for this long has failed. Tests wait for it.
-pub(super) const WRITE_STALL_TIMEOUT: Duration =
-    Duration::from_secs(if cfg!(test) { 8 } else { 60 });
+/// A write that makes no progress for this long has failed.
+pub(super) const WRITE_STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// After the last byte was sent, how long the peer's end of stream is waited for.
 pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(5);
 /// After the last answer, how long the caller's own end is waited for before the stream is closed.
-/// Tests need it longer.
-pub(super) const CALLER_END_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 8 } else { 1 });
+pub(super) const CALLER_END_TIMEOUT: Duration = Duration::from_secs(1);
 /// One lookup of a peer by its id.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// After a dial of a peer failed, how long lookups leave it out. As go-libp2p does at first.

@@ -190,3 +190,54 @@ impl NetworkBehaviour for PeerRouting {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+
+    /// Refreshes the table until nothing is left to do: whom that dials, each time in vain, and how many
+    /// lookups it takes.
+    fn refresh(routing: &mut PeerRouting) -> (Vec<PeerId>, usize) {
+        routing.kad.bootstrap().expect("a peer is known");
+        let (mut dialled, mut lookups) = (Vec::new(), 0);
+        loop {
+            match routing.poll(&mut Context::from_waker(Waker::noop())) {
+                Poll::Ready(ToSwarm::Dial { opts }) => {
+                    let peer = opts.get_peer_id();
+                    dialled.extend(peer);
+                    routing.on_swarm_event(FromSwarm::DialFailure(DialFailure {
+                        peer_id: peer,
+                        error: &DialError::Transport(Vec::new()),
+                        connection_id: opts.connection_id(),
+                    }));
+                }
+                Poll::Ready(ToSwarm::GenerateEvent(kad::Event::OutboundQueryProgressed {
+                    ..
+                })) => lookups += 1,
+                Poll::Ready(_) => {}
+                Poll::Pending => return (dialled, lookups),
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lookups_do_not_dial_a_peer_that_left_again_and_again() {
+        let own = PeerId::random();
+        // One that is near: a refresh looks up an id in each bucket from its own on.
+        let distance =
+            |peer: &PeerId| kad::KBucketKey::from(own).distance(&kad::KBucketKey::from(*peer));
+        let is_near = |peer: &PeerId| distance(peer).ilog2().is_some_and(|bits| bits < 248);
+        let gone = std::iter::repeat_with(PeerId::random).find(is_near).expect("one of 256");
+        let mut routing = PeerRouting::new(own, true);
+        routing.add_address(&gone, "/ip4/127.0.0.1/tcp/4001".parse().expect("address"));
+        let (dialled, lookups) = refresh(&mut routing);
+        assert_eq!(dialled, [gone], "in {lookups} lookups");
+        assert!(lookups > 7, "{lookups}");
+        tokio::time::advance(LOOKUP_PAUSE / 2).await;
+        assert_eq!(refresh(&mut routing).0, []);
+        tokio::time::advance(LOOKUP_PAUSE).await;
+        assert_eq!(refresh(&mut routing).0, [gone]);
+    }
+}

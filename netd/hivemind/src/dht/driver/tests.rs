@@ -56,7 +56,7 @@ async fn start(
 }
 
 fn entry(key: &str, subkey: &str, value: &str) -> (DhtId, Item) {
-    let timed = Timed { value: Value::str(value).encode().into(), expiration: unix_now() + 60.0 };
+    let timed = Timed { value: Value::str(value).encode().into(), expiration: unix_now() + 600.0 };
     (DhtId::of_text(key), Item::Entry(Value::str(subkey).encode().into(), timed))
 }
 
@@ -153,11 +153,11 @@ fn records_of_clocks_that_are_off_and_records_of_nonsense_are_dropped_and_counte
         }
         assert!(counted(&first) >= 1, "the one that would stay for years");
         // Kept as any other, and dropped by whoever reads it.
-        let garbage = item("no peer", b"\xff", unix_now() + 60.0);
+        let garbage = item("no peer", b"\xff", unix_now() + 600.0);
         let own = item(
             &PeerId::random().to_base58(),
             b"\x93\x02\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x80",
-            unix_now() + 60.0,
+            unix_now() + 600.0,
         );
         let accepted = second.store_many(vec![(key, garbage), (key, own)]).await;
         assert_eq!(accepted.unwrap().len(), 2);

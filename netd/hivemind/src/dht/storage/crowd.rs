@@ -15,8 +15,16 @@ impl Expiry {
     }
 }
 
+#[cfg(test)]
+thread_local! {
+    /// How often expirations were compared.
+    pub(super) static COMPARISONS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
 impl Ord for Expiry {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        #[cfg(test)]
+        COMPARISONS.set(COMPARISONS.get() + 1);
         self.0.total_cmp(&other.0)
     }
 }

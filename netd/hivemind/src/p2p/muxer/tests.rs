@@ -40,8 +40,8 @@ async fn arrivals(quota: &Quota, count: usize) -> Vec<Substream> {
     let answering = async {
         loop {
             let next = poll_fn(|cx| callee.poll_inbound_unpin(cx));
-            let limit = std::time::Duration::from_millis(200);
-            match tokio::time::timeout(limit, next).await {
+            // The clock jumps, once nothing moves any more.
+            match tokio::time::timeout(std::time::Duration::from_secs(1), next).await {
                 Ok(stream) => arrived.push(stream.expect("goes on")),
                 Err(_) => return,
             }
@@ -183,7 +183,8 @@ async fn after_frames(frames: &[Sent<'_>]) -> (Vec<Substream>, bool) {
     let mut arrived = Vec::new();
     loop {
         let next = poll_fn(|cx| muxer.poll_inbound_unpin(cx));
-        match tokio::time::timeout(std::time::Duration::from_millis(100), next).await {
+        // The clock jumps, once nothing moves any more.
+        match tokio::time::timeout(std::time::Duration::from_secs(1), next).await {
             Ok(Ok(stream)) => arrived.push(stream),
             Ok(Err(_)) => return (arrived, false),
             Err(_) => return (arrived, true),

@@ -1,17 +1,18 @@
-//! Nodes that nobody can dial, reached through relays, all on loopback.
+//! Nodes that nobody can dial, reached through relays, all in this process.
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
 use crate::p2p::circuits::SAVED;
 
-/// An address that is free right now, to listen on and to announce: a relay has to announce one.
-async fn free_address() -> Multiaddr {
-    let socket = TcpListener::bind("127.0.0.1:0").await.expect("bind");
-    let port = socket.local_addr().expect("bound").port();
-    format!("/ip4/127.0.0.1/tcp/{port}").parse().expect("address")
+/// An address of its own, to listen on and to announce: a relay has to announce one.
+fn memory_address() -> Multiaddr {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    Multiaddr::empty().with(Protocol::Memory(NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
 async fn relay(initial_peers: Vec<Multiaddr>) -> Node {
-    let addr = free_address().await;
+    let addr = memory_address();
     P2p::start(P2pConfig {
         listen: vec![addr.clone()],
         announce: vec![addr],
@@ -93,13 +94,14 @@ fn a_circuit_is_no_faster_than_the_relay_lets_it_be() {
         let saved = usize::try_from(rate * SAVED.as_secs()).expect("bytes");
         assert!(call(saved / 2).await, "an answer");
         let burst = started.elapsed();
-        assert!(burst < SAVED / 2, "{burst:?}");
+        assert!(burst < Duration::from_secs(1), "{burst:?}");
         assert!(call(200_000).await, "an answer");
         let carried = relay.figures().circuit_bytes - before;
         // Each way is read by the relay and written again, but only the peer's stream counts.
         assert!((2_400_000..2_600_000).contains(&carried), "{carried} bytes");
-        let least = Duration::from_millis(1900);
-        assert!(started.elapsed() >= least, "{:?}", started.elapsed());
+        let took = started.elapsed();
+        let expected = Duration::from_millis(1900)..Duration::from_millis(2500);
+        assert!(expected.contains(&took), "{took:?}");
         // What the relay itself answers is no circuit.
         relay.relay_at(1);
         let request = Bytes::from(vec![7; 500_000]);
@@ -154,18 +156,20 @@ fn protocols_that_are_withdrawn_are_not_spoken_any_more() {
 
 #[test]
 fn an_initial_peer_that_comes_back_is_noticed() {
-    block_on(async {
+    block_on_sockets(async {
         let (first, _inbound) = start(Vec::new()).await;
         let mut same = config(Vec::new());
-        same.listen = vec![free_address().await];
+        same.listen = vec![own_address(2)];
         let (bootstrap, _inbound) = P2p::start(same.clone()).await.expect("start");
+        same.listen = bootstrap.listen_addrs().await;
         let peers = vec![full_address(&bootstrap).await, full_address(&first).await];
         let (node, _inbound) = start(peers).await;
+        until(|| async { node.connected_peers().await.len() == 2 }).await;
         let mut back = node.reconnections();
         bootstrap.shutdown().await;
         until(|| async { node.connected_peers().await.len() == 1 }).await;
         assert_eq!(*back.borrow_and_update(), 0);
-        let (_again, _inbound) = P2p::start(same).await.expect("the port is free");
+        let (_again, _inbound) = P2p::start(same).await.expect("the address is free");
         back.changed().await.expect("the node runs");
         assert_eq!(node.connected_peers().await.len(), 2);
     });

@@ -1,5 +1,6 @@
 //! Frames of streams count before they are read.
 
+use super::super::limits::FRAME_STALL_TIMEOUT;
 use super::*;
 
 /// Two of these are more than a peer may hold of [`memory`].
@@ -52,7 +53,7 @@ fn a_frame_waits_until_its_peer_has_room_and_other_purposes_do_not() {
         let first = readers[0].0.recv().await.expect("read").expect("a frame");
         assert!(first.held.is_some());
         for _ in 0..2 {
-            let waiting = timeout(Duration::from_millis(100), readers[1].0.recv()).await;
+            let waiting = timeout(2 * FRAME_STALL_TIMEOUT, readers[1].0.recv()).await;
             assert!(waiting.is_err(), "read before there is room: {waiting:?}");
         }
         let other = readers[2].0.recv().await.expect("read").expect("a frame");
@@ -74,7 +75,7 @@ fn what_was_reserved_at_once_is_not_counted_again() {
         assert!(frame.held.is_none());
         let _more = send_large(&caller, &callee).await;
         let (mut another, _writer) = next_reader(&mut inbound, Purpose::Whole).await;
-        assert!(timeout(Duration::from_millis(100), another.recv()).await.is_err());
+        assert!(timeout(2 * FRAME_STALL_TIMEOUT, another.recv()).await.is_err());
         drop(whole);
         another.recv().await.expect("read").expect("a frame");
     });
@@ -83,10 +84,10 @@ fn what_was_reserved_at_once_is_not_counted_again() {
 #[test]
 fn a_slow_frame_is_given_up_only_while_others_wait() {
     block_on(async {
-        let ((caller, _), (callee, mut inbound)) = pair_at(Some(40_000)).await;
+        let ((caller, _), (callee, mut inbound)) = pair_at(Some(10_000)).await;
         let _slow = send_large(&caller, &callee).await;
         let (mut slow, _writer) = next_reader(&mut inbound, Purpose::Opening).await;
-        let alone = timeout(Duration::from_secs(5), slow.recv()).await;
+        let alone = timeout(FRAME_STALL_TIMEOUT * 5 / 2, slow.recv()).await;
         assert!(alone.is_err(), "nobody waits: {alone:?}");
         let _waits = send_large(&caller, &callee).await;
         let (mut waits, _writer) = next_reader(&mut inbound, Purpose::Opening).await;

@@ -19,7 +19,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// Bytes given at once at most; a frame of yamux.
 pub const CHUNK: usize = 16 << 10;
