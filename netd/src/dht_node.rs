@@ -134,7 +134,7 @@ pub(crate) mod tests {
             use_upnp: false,
             dials_private_nets: true,
             refresh_period: Duration::from_secs(30),
-            startup_timeout: Duration::from_secs(20),
+            startup_timeout: Duration::from_secs(60),
         }
     }
 

@@ -20,6 +20,8 @@
 
 pub mod bounds;
 pub mod checkup;
+#[cfg(test)]
+mod clock;
 mod control;
 pub mod dht_node;
 pub mod fatal;

@@ -215,18 +215,4 @@ mod tests {
         assert_eq!((prefill.requests, prefill.tokens), (1, 40));
         assert_eq!(telemetry.figures().count, 2);
     }
-
-    /// Prints what counting costs, for `--nocapture`; nothing is asserted about time.
-    #[test]
-    fn time_to_count_a_step_is_printed() {
-        const STEPS: u32 = 200_000;
-        let telemetry = Telemetry::default();
-        let times = JobTimes { queue_ns: 20_000, compute_ns: 900_000 };
-        let began = std::time::Instant::now();
-        for step in 0..STEPS {
-            telemetry.step(Duration::from_micros(u64::from(step % 4096)), times, 1, 1);
-        }
-        println!("counting a step: {:?}", began.elapsed() / STEPS);
-        assert_eq!(telemetry.figures().count, u64::from(STEPS));
-    }
 }

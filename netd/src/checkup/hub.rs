@@ -14,11 +14,9 @@ use crate::http;
 
 /// The public Hub (`huggingface_hub`, `constants.py`, `_HF_DEFAULT_ENDPOINT`).
 const PUBLIC: &str = "https://huggingface.co";
-/// Time for one request.
-const REQUEST_LIMIT: Duration = Duration::from_secs(8);
-/// Longest round trip after which the Hub's clock counts: an answer that is late on one way only makes
-/// an error of half of it.
-const MAX_ROUND_TRIP: Duration = Duration::from_secs(2);
+/// How long answers are waited for.
+const PATIENCE: Patience =
+    Patience { request: Duration::from_secs(8), round_trip: Duration::from_secs(2) };
 /// The largest models have some hundred files.
 const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// Characters of an account's name that are shown.
@@ -28,16 +26,31 @@ const WEIGHTS: [&str; 2] = [".safetensors", ".bin"];
 
 /// Asks the Hub; the three answers are waited for together.
 pub(super) fn observe(question: &HubQuestion) -> Result<HubFacts, String> {
+    observe_within(question, PATIENCE)
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// Time for one request.
+    request: Duration,
+    /// Longest round trip after which the Hub's clock counts: an answer that is late on one way only
+    /// makes an error of half of it.
+    round_trip: Duration,
+}
+
+fn observe_within(question: &HubQuestion, patience: Patience) -> Result<HubFacts, String> {
     let failed = |error: std::io::Error| format!("cannot start a request: {error}");
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    let client = http::client(REQUEST_LIMIT).map_err(|error| error.to_string())?;
-    runtime.block_on(Asker { client, question }.ask())
+    let client = http::client(patience.request).map_err(|error| error.to_string())?;
+    let max_round_trip = patience.round_trip;
+    runtime.block_on(Asker { client, question, max_round_trip }.ask())
 }
 
 struct Asker<'a> {
     client: Client,
     question: &'a HubQuestion,
+    max_round_trip: Duration,
 }
 
 /// The model's entry in the Hub's interface.
@@ -79,17 +92,10 @@ impl Asker<'_> {
         drop(first.map_err(|error| why(&error))?);
         let sent = now();
         let second = self.client.head(self.endpoint()).send();
-        let Ok(Ok(answer)) = tokio::time::timeout(MAX_ROUND_TRIP, second).await else {
+        let Ok(Ok(answer)) = tokio::time::timeout(self.max_round_trip, second).await else {
             return Ok(None);
         };
-        let middle = (sent + now()) / 2.0;
-        // Of a cache, which keeps the date of an earlier answer.
-        if answer.headers().contains_key(header::AGE) {
-            return Ok(None);
-        }
-        let date = answer.headers().get(header::DATE).and_then(|date| date.to_str().ok());
-        // A date is cut to whole seconds.
-        Ok(date.and_then(unix_seconds).map(|date| middle - (date as f64 + 0.5)))
+        Ok(ahead(answer.headers(), (sent, now())))
     }
 
     async fn token(&self) -> Option<TokenState> {
@@ -153,6 +159,18 @@ impl Asker<'_> {
     }
 }
 
+/// How many seconds our clock is ahead of the one that an answer names, which was asked for and came at
+/// these times of ours; `None` if it names none of its own.
+fn ahead(headers: &header::HeaderMap, (sent, received): (f64, f64)) -> Option<f64> {
+    // Of a cache, which keeps the date of an earlier answer.
+    if headers.contains_key(header::AGE) {
+        return None;
+    }
+    let date = headers.get(header::DATE).and_then(|date| date.to_str().ok())?;
+    // A date is cut to whole seconds.
+    unix_seconds(date).map(|date| sent.midpoint(received) - (date as f64 + 0.5))
+}
+
 async fn body(answer: Response) -> Result<Vec<u8>, String> {
     let (mut body, mut pieces) = (Vec::new(), answer.bytes_stream());
     while let Some(piece) = pieces.next().await {
@@ -184,13 +202,17 @@ mod tests {
     use shared::config::{HubConfig, Secret};
 
     use super::*;
-    use crate::http::stand_in::{StandIn, answer};
+    use crate::http::stand_in::{StandIn, answer, closed_port};
 
+    /// No answer here takes that long; nothing is asserted about it.
+    const LONG: Patience =
+        Patience { request: Duration::from_secs(120), round_trip: Duration::from_secs(120) };
     const DATE: &str = "Sun, 06 Nov 1994 08:49:37 GMT";
+    const DATE_S: f64 = 784_111_777.0;
 
-    /// An answer with [`DATE`] and this header.
-    fn dated(header: &str) -> Option<Vec<u8>> {
-        let head = format!("HTTP/1.1 200 OK\r\nDate: {DATE}\r\n{header}\r\n");
+    /// An answer with this date and header.
+    fn dated(date: &str, header: &str) -> Option<Vec<u8>> {
+        let head = format!("HTTP/1.1 200 OK\r\nDate: {date}\r\n{header}\r\n");
         Some(format!("{head}Connection: close\r\nContent-Length: 0\r\n\r\n").into())
     }
 
@@ -198,6 +220,14 @@ mod tests {
     fn asked(
         token: Option<&str>,
         status: impl Fn(&str) -> Option<Vec<u8>> + Send + Sync + 'static,
+    ) -> Result<HubFacts, String> {
+        asked_within(token, status, LONG)
+    }
+
+    fn asked_within(
+        token: Option<&str>,
+        status: impl Fn(&str) -> Option<Vec<u8>> + Send + Sync + 'static,
+        patience: Patience,
     ) -> Result<HubFacts, String> {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         let hub = runtime.block_on(StandIn::start(move |_, path| status(path)));
@@ -207,11 +237,12 @@ mod tests {
             ..HubConfig::default()
         };
         let question = HubQuestion { hub: config, model: Some("org/name".to_owned()) };
-        observe(&question)
+        observe_within(&question, patience)
     }
 
     #[test]
     fn a_hub_that_knows_token_and_model_tells_them_its_clock_and_the_size() {
+        let before = now();
         let facts = asked(Some("hf_good"), |path| {
             match path {
                 "/api/whoami-v2" => answer("200 OK", br#"{"name": "ada", "more": [1]}"#),
@@ -220,7 +251,7 @@ mod tests {
                     br#"{"siblings": [{"rfilename": "a.safetensors", "size": 5}, {"rfilename": "b.bin", "size": 9},
                         {"rfilename": "c.safetensors", "size": 7}, {"rfilename": "README.md"}]}"#,
                 ),
-                "/" => dated("Server: a"),
+                "/" => dated(DATE, "Server: a"),
                 "/org/name/resolve/main/config.json" => answer("200 OK", b""),
                 _ => answer("404 Not Found", b""),
             }
@@ -228,26 +259,43 @@ mod tests {
         let facts = facts.unwrap();
         assert_eq!(facts.token, Some(TokenState::Valid("ada".to_owned())));
         assert_eq!((facts.model, facts.model_bytes), (Some(ModelState::Readable), Some(12)));
-        let ahead = now() - 784_111_777.0;
-        assert!(facts.clock_ahead_s.is_some_and(|s| (s - ahead).abs() < 60.0), "{ahead}");
+        let possible = before - DATE_S - 0.5..=now() - DATE_S - 0.5;
+        let ahead = facts.clock_ahead_s.unwrap();
+        assert!(possible.contains(&ahead), "{ahead}");
     }
 
     #[test]
-    fn only_a_prompt_answer_of_the_hub_itself_tells_the_time() {
-        let clock = |slow: usize, header: &'static str| {
+    fn only_a_prompt_second_answer_of_the_hub_itself_tells_the_time() {
+        // The answers to what is asked for the clock, in this order.
+        let clock = |answers: [Option<Vec<u8>>; 2], patience| {
             let count = AtomicUsize::new(0);
-            let facts = asked(None, move |path| {
-                if path == "/" && count.fetch_add(1, Ordering::Relaxed) == slow {
-                    std::thread::sleep(MAX_ROUND_TRIP + Duration::from_millis(500));
-                }
-                dated(header)
-            });
-            facts.unwrap().clock_ahead_s
+            let hub = move |path: &str| match path {
+                "/" => answers[count.fetch_add(1, Ordering::Relaxed)].clone(),
+                _ => answer("404 Not Found", b""),
+            };
+            asked_within(None, hub, patience).unwrap().clock_ahead_s
         };
-        let ahead = clock(0, "Server: a").map(|ahead| now() - 784_111_777.0 - ahead);
-        assert!(ahead.is_some_and(|error| error.abs() < 1.5), "a slow first answer: {ahead:?}");
-        assert_eq!(clock(1, "Server: a"), None, "a slow second answer");
-        assert_eq!(clock(9, "Age: 7"), None);
+        let other_date = dated("Mon, 07 Nov 1994 08:49:37 GMT", "Server: a");
+        let ahead = clock([other_date, dated(DATE, "Server: a")], LONG).unwrap();
+        let error = now() - DATE_S - ahead;
+        assert!(error.abs() < 43_200.0, "that of the first answer, {error} s");
+        assert_eq!(clock([dated(DATE, "Server: a"), dated(DATE, "Age: 7")], LONG), None);
+        let hasty = Patience { round_trip: Duration::from_millis(1), ..LONG };
+        assert_eq!(clock([dated(DATE, "Server: a"), None], hasty), None, "no second answer");
+    }
+
+    #[test]
+    fn the_middle_of_a_round_trip_is_compared_with_the_middle_of_a_second() {
+        let headers = |name: header::HeaderName| {
+            let fields = [(header::DATE, DATE), (name, "7")];
+            let fields =
+                fields.map(|(name, value)| (name, header::HeaderValue::from_static(value)));
+            header::HeaderMap::from_iter(fields)
+        };
+        let times = (DATE_S + 9.0, DATE_S + 10.0);
+        assert_eq!(ahead(&headers(header::SERVER), times), Some(9.0));
+        assert_eq!(ahead(&headers(header::AGE), times), None);
+        assert_eq!(ahead(&header::HeaderMap::new(), times), None);
     }
 
     #[test]
@@ -276,7 +324,8 @@ mod tests {
 
     #[test]
     fn a_hub_that_is_down_is_an_error() {
-        let hub = HubConfig { endpoint: Some("http://127.0.0.1:1".into()), ..HubConfig::default() };
+        let (_closed, url) = closed_port();
+        let hub = HubConfig { endpoint: Some(url), ..HubConfig::default() };
         let question = HubQuestion { hub, model: None };
         assert!(observe(&question).unwrap_err().to_lowercase().contains("refused"));
     }

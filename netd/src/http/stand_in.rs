@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 /// What a request gets: bytes as they are on the wire. `None` holds the connection open and says
 /// nothing.
@@ -75,6 +75,14 @@ async fn serve(
         }
         None => std::future::pending().await,
     }
+}
+
+/// A port at which nobody listens while the socket lives, and its URL.
+pub fn closed_port() -> (TcpSocket, String) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let url = format!("http://{}", socket.local_addr().unwrap());
+    (socket, url)
 }
 
 /// A complete answer.

@@ -195,6 +195,8 @@ mod tests {
         let (_sender, service) = watch::channel(None);
         let pages = Arc::new(Pages::new(Arc::new(Telemetry::default()), service));
         tokio::spawn(serve(listener, pages));
+        // No silent connection is closed for its silence.
+        let _clock = crate::clock::stop();
         let mut silent = Vec::new();
         for _ in 0..2 * MAX_CONNECTIONS {
             silent.push(TcpStream::connect(("127.0.0.1", port)).await.unwrap());
@@ -204,7 +206,7 @@ mod tests {
         let mut other = socket.connect(([127, 0, 0, 1], port).into()).await.unwrap();
         other.write_all(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
         let mut answer = String::new();
-        let read = timeout(HEAD_TIMEOUT / 2, other.read_to_string(&mut answer)).await;
-        assert!(read.is_ok() && answer.contains("alive"), "{answer}");
+        other.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.contains("alive"), "{answer}");
     }
 }

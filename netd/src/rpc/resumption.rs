@@ -13,7 +13,7 @@
 //! its start and into copies, and a step that goes back is recorded before it is computed.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hivemind::p2p::PeerId;
 use hivemind::wire::resumption::{Resumable, Secret};
@@ -25,6 +25,7 @@ use shared::job::MAX_ROWS;
 use shared::shm::board::monotonic_ns;
 use shared::shm::sessions::{SESSION_RECORDS, SessionRecords};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tracing::{debug, info};
 
 use super::{Failure, Service};

@@ -9,11 +9,12 @@ mod holders;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hivemind::p2p::PeerId;
 use shared::ids::PageId;
 use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
 
 use self::holders::Holders;
 use super::giving_way::Claim;

@@ -12,10 +12,9 @@
 //! In Petals one waiter at the head blocks everybody behind it, also those that would fit, and
 //! makes requests without a timeout fail although there is room.
 
-use std::time::Instant;
-
 use hivemind::p2p::PeerId;
 use shared::ids::PageId;
+use tokio::time::Instant;
 
 use super::pool::{Grant, KvRequest, Pool, Refusal};
 use super::shares::{Moment, NetOf, Over, Shares};

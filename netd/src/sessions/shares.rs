@@ -16,9 +16,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hivemind::p2p::{Net, PeerId};
+use tokio::time::Instant;
 
 /// How long a refused request counts as one that waits: Petals' clients try again within seconds,
 /// and a minute at most.

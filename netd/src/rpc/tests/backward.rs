@@ -1,7 +1,6 @@
 //! Gradients over one worker and two, and what is refused.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::Duration;
 
 use hivemind::names;
 use hivemind::p2p::CallError;
@@ -18,6 +17,7 @@ use shared::job::JobKind;
 use shared::shm::board::Trouble;
 
 use super::rig::*;
+use crate::clock::skip;
 use crate::rpc::Timeouts;
 use crate::workers::arena::SlotClass;
 
@@ -341,18 +341,27 @@ async fn gradients_survive_the_death_of_a_worker() {
     assert_eq!(firsts(&answer.tensors[0]), [165.0]);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_request_that_takes_too_long_or_is_given_up_gives_its_slots_back() {
     let usual = Shape::default();
-    let timeouts = Timeouts { request: Duration::from_millis(50), ..usual.timeouts };
+    // Before the caller gives up.
+    let timeouts = Timeouts { request: DEADLINE / 2, ..usual.timeouts };
     let rig = Rig::shaped(Shape { timeouts, ..usual }).await;
+    let slots = || rig.service.workers.arena().slots_in_use();
     rig.memory().orders.paused.store(true, SeqCst);
     let tensors = [hidden(1, &[1.0]), hidden(1, &[1.0]), no_prompts()];
     let request = request(tensors, 0..4);
-    assert_eq!(unary(&rig, request.clone()).await, Err("TimeoutError()".into()));
-    assert_eq!(streamed(&rig, &request).await, Err(String::new()));
+    let time_passes = async |before: usize| {
+        until(|| slots() > before).await;
+        skip(timeouts.request).await;
+        slots()
+    };
+    let (answer, held) = tokio::join!(unary(&rig, request.clone()), time_passes(0));
+    assert_eq!(answer, Err("TimeoutError()".into()));
+    let (answer, all_held) = tokio::join!(streamed(&rig, &request), time_passes(held));
+    assert_eq!(answer, Err(String::new()));
     // The worker may still write what a job names until it has answered.
-    assert!(rig.service.workers.arena().slots_in_use() > 0);
+    assert_eq!((all_held, slots()), (2 * held, 2 * held));
     rig.memory().orders.paused.store(false, SeqCst);
     until(|| rig.service.workers.arena().slots_in_use() == 0).await;
 }

@@ -2,7 +2,7 @@
 //! and others are served.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hivemind::names;
 use hivemind::p2p::CallError;
@@ -15,6 +15,7 @@ use prost::Message;
 use shared::shm::board::Trouble;
 
 use super::rig::*;
+use crate::clock::skip;
 use crate::rpc::Timeouts;
 use crate::sessions::giving_way::MAX_SILENCE;
 
@@ -138,7 +139,7 @@ async fn a_peer_with_all_the_kv_memory_gets_no_more_while_another_wants_some() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_silent_session_above_its_share_gives_way_to_another_peer() {
     let rig = Rig::new().await;
     let mut held = Vec::new();
@@ -158,11 +159,9 @@ async fn a_silent_session_above_its_share_gives_way_to_another_peer() {
     assert!(text.ends_with("immediately: out of memory"), "{text}");
     // One of the two goes on, the other is silent.
     let (mut silent, mut busy) = (held.remove(0), held.remove(0));
-    let until = Instant::now() + MAX_SILENCE + Duration::from_millis(100);
-    while Instant::now() < until {
-        busy.step(hidden(1, &[1.0]), None, None).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+    skip(MAX_SILENCE / 2).await;
+    busy.step(hidden(1, &[1.0]), None, None).await.unwrap();
+    skip(MAX_SILENCE / 2).await;
     ask().await.unwrap().close().await;
     let text = silent.answer().await.unwrap_err();
     assert!(text.contains("was silent for 5 s"), "{text}");
@@ -196,18 +195,12 @@ async fn metadata_of_wrong_depth_size_or_kind_is_refused() {
     assert_eq!(rig.service.troubles.of(Trouble::Malformed), count);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
-    let shape = Shape {
-        timeouts: Timeouts {
-            request: DEADLINE,
-            session: Duration::from_secs(2),
-            step: DEADLINE,
-            max_alloc: DEADLINE,
-        },
-        ..Shape::default()
-    };
-    let rig = Rig::shaped(shape).await;
+    // Over before a write that makes no progress is given up.
+    let limit = DEADLINE / 2;
+    let timeouts = Timeouts { session: limit, ..Shape::default().timeouts };
+    let rig = Rig::shaped(Shape { timeouts, ..Shape::default() }).await;
     let deaf = rig.peer().await;
     let stream = deaf.open_stream(rig.server, names::INFERENCE, DEADLINE);
     let mut session = Client::of(stream.await.unwrap());
@@ -223,14 +216,18 @@ async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
             }
         }
     };
-    // Both directions fill up: the server cannot answer, so that it reads no more.
-    assert!(
-        tokio::time::timeout(Duration::from_secs(1), flood).await.is_err(),
-        "the stream stays open while nothing is read"
-    );
+    // Both directions fill up: the server cannot answer, so that it reads no more. Its answers have as many
+    // bytes as the steps, and the window of a stream that is not read has 256 KiB.
+    let answer_bytes = 4 * HIDDEN as u64 * 500;
+    let is_full = until(|| rig.node.figures().direct.sent > 2 * answer_bytes);
+    tokio::select! {
+        () = flood => panic!("the stream stays open while nothing is read"),
+        () = is_full => {}
+    }
     let mut calm = rig.session().await;
     calm.open(hidden(1, &[1.0]), 30).await.unwrap();
     calm.close().await;
+    skip(limit).await;
     until(|| rig.service.open_sessions() == 0).await;
     until(|| rig.service.kv.figures().tokens_available == 65536).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);

@@ -29,6 +29,16 @@ async fn push(stream: &mut RpcStream, request: &ExpertRequest) {
     stream.send(request.encode_to_vec().into()).await.unwrap();
 }
 
+/// Sends the client's copy of a step, and waits until the server has read it. Nothing else is under way.
+async fn send_copy(rig: &Rig, session: &mut Client, message: &ExpertRequest) {
+    /// Before each message: its kind, and its length.
+    const HEADER_BYTES: usize = 1 + 8;
+    let received = || rig.node.figures().direct.received;
+    let with_copy = received() + (HEADER_BYTES + message.encoded_len()) as u64;
+    session.send(message).await;
+    until(|| received() >= with_copy).await;
+}
+
 fn counts(rig: &Rig) -> [u64; PushedStep::ALL.len()] {
     rig.service.telemetry.all_pushed()
 }
@@ -125,9 +135,8 @@ async fn a_copy_that_differs_before_the_answer_has_left_is_computed() {
     paused.store(true, Ordering::SeqCst);
     push(&mut stream, &holding(&message, hidden(1, &[50.0]))).await;
     until(|| rig.service.workers.arena().slots_in_use() > 0).await;
-    session.send(&message).await;
-    // The copy is read while the push is computed; nothing shows that from outside.
-    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    // While the push is computed.
+    send_copy(&rig, &mut session, &message).await;
     paused.store(false, Ordering::SeqCst);
     assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
     assert_eq!(counts(&rig), [0, 0, 1]);
@@ -224,9 +233,8 @@ async fn a_copy_with_another_beam_order_counts_or_ends_the_session() {
         paused.store(true, Ordering::SeqCst);
         push(&mut stream, &exact(&other)).await;
         until(|| rig.service.workers.arena().slots_in_use() > 0).await;
-        session.send(&message).await;
-        // The copy is read while the push is computed; nothing shows that from outside.
-        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        // While the push is computed.
+        send_copy(&rig, &mut session, &message).await;
         paused.store(false, Ordering::SeqCst);
         let answer = session.answer().await;
         match is_mended {

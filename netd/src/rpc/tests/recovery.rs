@@ -6,6 +6,7 @@ use std::time::Duration;
 use shared::control::DeathCause::{Outside, SelfInflicted};
 
 use super::rig::*;
+use crate::clock::skip;
 use crate::rpc::Timeouts;
 
 /// Sessions that each take `steps` steps and check every answer.
@@ -277,19 +278,18 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
     assert_eq!(service.workers.arena().slots_in_use(), 0);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn silent_sessions_end_and_long_ones_get_an_empty_text() {
-    let short = Duration::from_millis(50);
-    let long = Duration::from_secs(60);
-    let timeouts = Timeouts { request: long, session: long, step: short, max_alloc: long };
-    let rig = Rig::shaped(Shape { timeouts, ..Shape::default() }).await;
-    let mut silent = rig.session().await;
+    let (rig, Timeouts { step, session, .. }) = (Rig::new().await, Shape::default().timeouts);
+    assert!(step < session && session < 2 * step);
+    let (mut silent, mut endless) = (rig.session().await, rig.session().await);
     silent.open(hidden(1, &[1.0]), 30).await.unwrap();
-    assert_eq!(silent.answer().await, Err("closed".into()));
-    let timeouts = Timeouts { request: long, session: short, step: long, max_alloc: long };
-    let rig = Rig::shaped(Shape { timeouts, ..Shape::default() }).await;
-    let mut endless = rig.session().await;
     endless.open(hidden(1, &[1.0]), 30).await.unwrap();
+    skip(session / 2).await;
+    endless.step(hidden(1, &[1.0]), None, None).await.unwrap();
+    skip(step - session / 2).await;
+    assert_eq!(silent.answer().await, Err("closed".into()));
+    skip(session - step).await;
     assert_eq!(endless.answer().await, Err(String::new()));
-    generate(&Rig::new().await, 1, 3).await.unwrap();
+    generate(&rig, 1, 3).await.unwrap();
 }

@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hivemind::p2p::{Net, PeerId};
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use crate::sessions::giving_way::{Claim, Holding, choose};
 

@@ -5,6 +5,7 @@ use crate::sessions::pool::Pool;
 use crate::sessions::shares::NetOf;
 use shared::block::{BlockIndex, Span};
 
+/// By a clock that jumps when nothing else can happen.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 fn memory() -> KvMemory {
@@ -18,7 +19,7 @@ fn request(tokens: u32) -> KvRequest {
     KvRequest { blocks: vec![BlockIndex(0)], rows: 1, max_length: tokens }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_server_short_of_memory_takes_no_new_sessions_and_keeps_those_it_has() {
     let memory = memory();
     let held = memory.take(PeerId::random(), request(100), DEADLINE).await.unwrap();
@@ -30,7 +31,7 @@ async fn a_server_short_of_memory_takes_no_new_sessions_and_keeps_those_it_has()
     assert!(memory.take(PeerId::random(), request(100), DEADLINE).await.is_ok());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn texts_name_bytes_as_petals_does() {
     let memory = memory();
     let _held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
@@ -55,7 +56,7 @@ async fn texts_name_bytes_as_petals_does() {
     assert_eq!(memory.figures().waiting, 0);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_waiter_gets_what_a_dropped_lease_held() {
     let memory = memory();
     let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
@@ -73,7 +74,7 @@ async fn a_waiter_gets_what_a_dropped_lease_held() {
     assert_eq!(memory.figures().tokens_available, 1024);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_peer_over_its_share_is_told_what_it_holds_and_may_hold() {
     let memory = memory();
     let (greedy, modest) = (PeerId::random(), PeerId::random());
@@ -90,7 +91,7 @@ async fn a_peer_over_its_share_is_told_what_it_holds_and_may_hold() {
     drop(held);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_cancelled_waiter_leaves_nothing_behind() {
     let memory = memory();
     let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();
@@ -108,7 +109,7 @@ async fn a_cancelled_waiter_leaves_nothing_behind() {
     assert_eq!(memory.figures().tokens_available, 1024);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn one_that_waits_is_granted_nothing_while_memory_is_short() {
     let memory = memory();
     let held = memory.take(PeerId::random(), request(1000), Duration::ZERO).await.unwrap();

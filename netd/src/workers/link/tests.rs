@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use super::super::arena::{ArenaMemory, SlotClass, plan};
 use super::*;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 const BODY: SlotRef = SlotRef { offset: 0, len: 64 };
 
 fn identity(generation: u32) -> RingIdentity {
