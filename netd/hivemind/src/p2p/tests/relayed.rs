@@ -164,6 +164,7 @@ fn an_initial_peer_that_comes_back_is_noticed() {
         same.listen = bootstrap.listen_addrs().await;
         let peers = vec![full_address(&bootstrap).await, full_address(&first).await];
         let (node, _inbound) = start(peers).await;
+        until(|| async { node.connected_peers().await.len() == 2 }).await;
         let mut back = node.reconnections();
         bootstrap.shutdown().await;
         until(|| async { node.connected_peers().await.len() == 1 }).await;
