@@ -1,7 +1,7 @@
 //! HTTP by hand: requests as a stranger may write them.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 
 use super::DEADLINE;
 
@@ -33,5 +33,7 @@ pub fn request(method: &str, path: &str, headers: &str, body: &str) -> Vec<u8> {
 /// The first address of loopback in a line of a log.
 pub fn address_in(line: &str) -> String {
     let mut words = line.split(|c: char| c.is_whitespace() || "(){}=\"".contains(c));
-    words.find(|word| word.starts_with("127.0.0.1:")).expect("an address").to_owned()
+    let is_address =
+        |word: &&str| word.parse().is_ok_and(|addr: SocketAddr| addr.ip().is_loopback());
+    words.find(is_address).expect("an address").to_owned()
 }

@@ -8,11 +8,15 @@ pub mod http;
 pub mod lab;
 pub mod peer;
 pub mod pickled;
+pub mod pipe;
+pub mod rights;
 pub mod session;
 
 use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -25,6 +29,25 @@ pub const DEADLINE: Duration = Duration::from_secs(360);
 
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
+
+/// An address of loopback that this call alone gets: no other test, and no connection, uses its ports.
+pub fn own_loopback() -> Ipv4Addr {
+    static CALLS: AtomicU8 = AtomicU8::new(1);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    // 127.0.x.x is left to others.
+    Ipv4Addr::new(127, high | 0x80, low, CALLS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A port that is free on all addresses. The kernel gives it to nobody who asks for any port.
+pub fn free_port() -> u16 {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
+    let first = range.ok().and_then(|text| text.split_whitespace().next()?.parse().ok());
+    let end: u16 = first.unwrap_or(32768).max(2048);
+    let start = 1024 + std::process::id() % u32::from(end - 1024);
+    let mut ports = (1024..end).cycle().skip(start as usize - 1024).take(usize::from(end - 1024));
+    let is_free = |port: &u16| TcpListener::bind(("0.0.0.0", *port)).is_ok();
+    ports.find(is_free).expect("a free port")
+}
 
 /// The process of a rank of the first group, once it is ready.
 pub fn rank(sepal: &Sepal, rank: usize) -> Pid {
@@ -53,6 +76,24 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
         assert!(Instant::now() < end, "timed out waiting for {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Runs all cases at once, each with a name in a thread of its own, as cases can that mostly wait.
+///
+/// # Panics
+/// If a case does, naming it.
+pub fn all_at_once(cases: &[(&str, fn())]) {
+    let failed: Vec<&str> = std::thread::scope(|scope| {
+        let running: Vec<_> = cases.iter().map(|(name, case)| (*name, scope.spawn(case))).collect();
+        let ended = running.into_iter().map(|(name, case)| (name, case.join()));
+        ended.filter(|(_, end)| end.is_err()).map(|(name, _)| name).collect()
+    });
+    assert!(failed.is_empty(), "failed: {failed:?}");
+}
+
+/// Runs a case of [`all_at_once`] to its end.
+pub fn block_on(case: impl Future<Output = ()>) {
+    tokio::runtime::Runtime::new().expect("a runtime").block_on(case);
 }
 
 /// Lines that a process wrote so far.
@@ -123,10 +164,9 @@ impl Sepal {
         command.output().expect("run sepal upgrade")
     }
 
-    /// Copies the executable to `name` and upgrades to the copy.
+    /// Upgrades to [another build](another_build) that is called `name`.
     pub fn upgrade_to_copy(&self, name: &str, more: &[&str]) -> PathBuf {
-        let copy = self.dir.path().join(name);
-        std::fs::copy(SEPAL, &copy).expect("copy sepal");
+        let copy = another_build(self.dir.path(), name);
         let output = self.upgrade(Some(&copy), more);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{errors}\n{}", self.log());
@@ -200,9 +240,38 @@ impl Sepal {
         }
     }
 
-    /// Waits until the server told that it is ONLINE.
+    /// Number of lines logged so far.
+    pub fn lines(&self) -> usize {
+        self.log.lines.lock().unwrap().len()
+    }
+
+    /// Index of the first line from `from` on that contains all of `words`.
+    ///
+    /// # Panics
+    /// If there is none, with the log.
+    pub fn line_from(&self, from: usize, words: &[&str]) -> usize {
+        let found = self.find_from(from, words);
+        found.unwrap_or_else(|| panic!("no {words:?} from line {from}:\n{}", self.log()))
+    }
+
+    /// Waits for the same line.
+    pub fn wait_from(&self, from: usize, words: &[&str]) -> usize {
+        wait_for(&format!("{words:?}"), || self.find_from(from, words))
+    }
+
+    fn find_from(&self, from: usize, words: &[&str]) -> Option<usize> {
+        let lines = self.log.lines.lock().unwrap();
+        let has_all = |line: &String| words.iter().all(|word| line.contains(word));
+        Some(from + lines.iter().skip(from).position(has_all)?)
+    }
+
+    /// Waits until the server told that it is ONLINE, and until the process that prepared its blocks is gone.
     pub fn wait_online(&self) {
         self.wait_line("state=ONLINE", 1);
+        let is_prepare = |pid: &Pid| command_line(*pid).starts_with("sepal: prepare");
+        wait_for("the end of prepare", || {
+            (!children_of(self.pid()).iter().any(is_prepare)).then_some(())
+        });
     }
 
     /// A full multiaddr of this server on loopback, with its PeerID.
@@ -283,6 +352,16 @@ impl Drop for Sepal {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+/// Another build: the same executable under the path of another file.
+pub fn another_build(folder: &Path, name: &str) -> PathBuf {
+    let path = folder.join(name);
+    // A link where the file system lets it: the executable is large.
+    if std::fs::hard_link(SEPAL, &path).is_err() {
+        std::fs::copy(SEPAL, &path).expect("copy sepal");
+    }
+    path
 }
 
 /// A bootstrap node.

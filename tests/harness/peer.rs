@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use hivemind::names;
 use hivemind::p2p::{
@@ -159,7 +158,7 @@ impl Session {
     pub async fn try_close(mut self) -> Result<Option<prost::bytes::Bytes>, CallError> {
         self.stream.send(ExpertRequest::default().encode_to_vec().into()).await?;
         self.stream.finish().await?;
-        let end = tokio::time::timeout(Duration::from_secs(30), self.stream.recv());
+        let end = tokio::time::timeout(DEADLINE, self.stream.recv());
         end.await.expect("the server closes")
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::harness::demo::demo_model;
 use crate::harness::peer::{Peer, Session, noise};
-use crate::harness::{self, Sepal, children_of, serve_args, wait_for};
+use crate::harness::{self, Sepal, children_of, own_loopback, serve_args, wait_for};
 use hivemind::p2p::CallError;
 use hivemind::wire::messages::Tensor;
 
@@ -126,9 +126,9 @@ fn cpus_and_nodes_that_do_not_exist_are_named_beside_those_that_do() {
 
 #[test]
 fn unreachable_peers_are_named() {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let peer =
-        format!("/ip4/127.0.0.1/tcp/{free}/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY");
+    // Nobody listens there.
+    let host = own_loopback();
+    let peer = format!("/ip4/{host}/tcp/4321/p2p/QmedTaZXmULqwspJXz44SsPZyTNKxhnnFvYRajfH7MGhCY");
     let model = demo_model();
     let (_, log) = refused(&serve_args(&model, "demo", &["--initial_peers", &peer]));
     assert!(log.contains(&peer), "{log}");

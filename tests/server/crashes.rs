@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use crate::harness::demo::{BLOCKS, HIDDEN, copy_of_demo_model, run_session_with};
 use crate::harness::peer::{Peer, Session, noise};
+use crate::harness::rights::may_look_into_children;
 use crate::harness::session::{SHAPES, rank, run_session, serve};
 use crate::harness::{self, Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>> {
     let tasks: Vec<_> = (0..count)
@@ -27,13 +29,16 @@ async fn run_sessions(addr: &str, count: u32, steps: usize) -> Vec<Vec<Vec<f32>>
     all
 }
 
+// Job 3 and later are decode steps of two sessions, most of them with page copies.
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_killed_in_a_job_changes_nothing() {
+    a_fault_changes_nothing(&["kill@copies#5", "abort@completion#4", "kill@block:3#1"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: .ci/long"]
 async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
-    let calm = serve(&[]);
-    let expected = run_sessions(&calm.addr(), 2, 6).await;
-    assert_eq!(calm.terminate().code(), Some(0));
-    // Job 3 and later are decode steps of two sessions, most of them with page copies.
-    for fault in [
+    a_fault_changes_nothing(&[
         "kill@taken#5",
         "kill@copies#5",
         "kill@block:0#5",
@@ -45,7 +50,15 @@ async fn a_worker_killed_at_any_point_of_a_job_changes_nothing() {
         "kill@block:3#1",
         "abort@block:2#5",
         "abort@completion#4",
-    ] {
+    ])
+    .await;
+}
+
+async fn a_fault_changes_nothing(faults: &[&str]) {
+    let calm = serve(&[]);
+    let expected = run_sessions(&calm.addr(), 2, 6).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    for fault in faults {
         let sepal = serve(&["--inject_fault", fault]);
         let (netd, worker) = (sepal.netd(), sepal.worker());
         let got = run_sessions(&sepal.addr(), 2, 6).await;
@@ -118,6 +131,20 @@ fn phase_of_worker(status: &serde_json::Value) -> Option<String> {
     worker["phase"].as_str().map(str::to_owned)
 }
 
+/// Stops the worker while it computes, unless `is_over` comes first; whether it did.
+fn stop_in_a_unit(sepal: &Sepal, worker: Pid, is_over: impl Fn() -> bool) -> bool {
+    while !is_over() {
+        kill(worker, Signal::SIGSTOP).unwrap();
+        // A stopped worker shows on the board what it was doing.
+        if phase_of_worker(&sepal.status()).as_deref() == Some("unit") {
+            return true;
+        }
+        kill(worker, Signal::SIGCONT).unwrap();
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    false
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else() {
     let sepal = serve(&["--inference_max_length", "4096"]);
@@ -125,18 +152,24 @@ async fn a_netd_killed_during_a_prefill_costs_its_connections_and_nothing_else()
     let expected = run_session(&Peer::connect(&addr, "demo").await, 11, 6).await;
     let (netd, worker) = (sepal.netd(), sepal.worker());
 
-    let peer = Peer::connect(&addr, "demo").await;
-    let mut session = peer.session(BLOCKS, 4096).await;
-    let prefill = tokio::spawn(async move {
-        let outcome = session.step(noise(&[1, 4000, HIDDEN], 1), None).await;
-        outcome.map(|_| ())
-    });
-    wait_for("the prefill to be computed", || {
-        (phase_of_worker(&sepal.status()).as_deref() == Some("unit")).then_some(())
-    });
+    let peer = Arc::new(Peer::connect(&addr, "demo").await);
+    let prefill = loop {
+        let peer = peer.clone();
+        let prefill = tokio::spawn(async move {
+            let mut session = peer.session(BLOCKS, 4096).await;
+            let outcome = session.step(noise(&[1, 4000, HIDDEN], 1), None).await;
+            outcome.map(|_| ())
+        });
+        if tokio::task::block_in_place(|| stop_in_a_unit(&sepal, worker, || prefill.is_finished()))
+        {
+            break prefill;
+        }
+        prefill.await.expect("no panic").expect("a prefill that nothing happened to");
+    };
     kill(netd, Signal::SIGKILL).unwrap();
     let outcome = prefill.await.expect("the client goes on");
     assert!(outcome.is_err(), "netd died before it could answer");
+    kill(worker, Signal::SIGCONT).unwrap();
 
     let line = sepal.wait_line("state=ONLINE", 2);
     assert!(line.contains(&addr), "same PeerID and port {addr}: {line}");
@@ -176,7 +209,7 @@ async fn a_span_cut_among_two_workers_survives_the_death_of_either() {
 }
 
 /// The files of weights that a process maps.
-fn mapped_weights(pid: nix::unistd::Pid) -> Vec<String> {
+fn mapped_weights(pid: Pid) -> Vec<String> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let weights = maps.lines().filter(|line| line.contains(".safetensors"));
     weights.map(|line| line[line.find('/').unwrap()..].to_owned()).collect()
@@ -207,9 +240,11 @@ async fn a_worker_comes_back_when_the_folder_of_its_weights_is_gone() {
         });
         assert!(got.await == expected, "{shape:?}: results differ from an undisturbed run");
         let worker = rank(&sepal, ["0.0", "0.1"][ranks as usize - 1], ranks);
-        let mapped = mapped_weights(worker);
-        assert!(!mapped.is_empty(), "{worker} maps no weights");
-        assert!(mapped.iter().all(|path| path.ends_with("(deleted)")), "{mapped:?}");
+        if may_look_into_children("a worker maps the deleted weights") {
+            let mapped = mapped_weights(worker);
+            assert!(!mapped.is_empty(), "{worker} maps no weights");
+            assert!(mapped.iter().all(|path| path.ends_with("(deleted)")), "{mapped:?}");
+        }
         assert_eq!(sepal.netd(), netd);
         assert_eq!(sepal.terminate().code(), Some(0));
     }

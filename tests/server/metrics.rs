@@ -7,10 +7,13 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::harness::demo::demo_model;
-use crate::harness::{Sepal, generate, http, serve_args, wait_for};
+use crate::harness::rights::has_program;
+use crate::harness::{Sepal, generate, http, own_loopback, serve_args, wait_for};
 use crate::openmetrics::Metrics;
 use client::load::{LoadConfig, run};
 use nix::sys::signal::{Signal, kill};
@@ -50,22 +53,24 @@ fn counters_move_with_sessions_and_survive_the_death_of_workers_and_netd() {
     let before = scrape(&addr);
     generate(&sepal, &demo_model(), "demo", "float32", "The", 12);
 
-    let after = scrape(&addr);
-    let grown = |name: &str| after.sum(name, &[]) - before.sum(name, &[]);
     let decoded = [("kind", "decode")];
-    let steps = after.sum("sepal_requests_total", &decoded);
-    assert!(steps - before.sum("sepal_requests_total", &decoded) >= 11.0, "{steps}");
+    let after = wait_for("all steps and jobs", || {
+        let after = scrape(&addr);
+        let grown = |name: &str, of: &[(&str, &str)]| after.sum(name, of) - before.sum(name, of);
+        let steps = grown("sepal_requests_total", &decoded);
+        (steps >= 11.0 && grown("sepal_worker_jobs_total", &[]) >= 12.0).then_some(after)
+    });
+    let grown = |name: &str| after.sum(name, &[]) - before.sum(name, &[]);
     assert!(grown("sepal_tokens_total") >= 12.0);
     assert!(grown("sepal_sessions_opened_total") >= 1.0);
-    assert!(grown("sepal_worker_jobs_total") >= 12.0);
     assert!(grown("sepal_worker_compute_seconds_total") > 0.0);
     assert!(grown("sepal_worker_batch_rows_count") >= 11.0);
     assert!(grown("sepal_network_bytes_total") > 1000.0);
     let total = after.sum("sepal_step_duration_seconds_sum", &[("part", "total")]);
     let parts = ["network", "queue", "compute"]
         .map(|part| after.sum("sepal_step_duration_seconds_sum", &[("part", part)]));
-    // Clocks are read at slightly different times.
-    assert!((parts.iter().sum::<f64>() - total).abs() < 0.2 * total + 1e-3, "{parts:?} {total}");
+    // That they add up is proved beside `Telemetry::step`.
+    assert!(total > 0.0 && parts.iter().all(|part| *part > 0.0), "{parts:?} {total}");
     assert_eq!(after.sum("sepal_announced_blocks", &[]), 8.0);
     assert_eq!(after.sum("sepal_ready", &[]), 1.0);
     let scrape_s = scrape(&addr).sum("sepal_scrape_duration_seconds", &[]);
@@ -104,7 +109,7 @@ fn a_server_without_its_model_is_alive_and_not_ready() {
     );
     let model = demo_model();
     let args = serve_args(&model, "demo", &["--initial_peers", &peer, "--metrics", "127.0.0.1:0"]);
-    let sepal = Sepal::start_in(std::sync::Arc::new(folder), &args);
+    let sepal = Sepal::start_in(Arc::new(folder), &args);
     let addr = endpoint(&sepal);
     let (status, body) = get(&addr, "/readyz");
     assert_eq!((status, body.as_str()), (503, "not ready: the server is not online yet\n"));
@@ -143,7 +148,7 @@ fn hostile_requests_are_refused_and_disturb_nobody() {
 
 #[test]
 fn a_port_in_use_is_told_in_one_sentence_and_the_server_goes_on() {
-    let other = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let other = TcpListener::bind((own_loopback(), 0)).expect("bind");
     let addr = other.local_addr().expect("address").to_string();
     let sepal = Sepal::serve(&demo_model(), "demo", &["--metrics", &addr]);
     let line = sepal.wait_line("cannot listen on", 1);
@@ -166,11 +171,21 @@ async fn status_shows_sessions_the_last_minute_and_the_swarm() {
         blocks: 2..7,
         sessions: 3,
         peers: 1,
-        duration: Duration::from_secs(8),
+        duration: Duration::from_secs(2),
         prompt_tokens: 4,
         steps: 900,
     };
-    let load = tokio::spawn(async move { run(&config).await });
+    let is_seen = Arc::new(AtomicBool::new(false));
+    let load = tokio::spawn({
+        let is_seen = is_seen.clone();
+        async move {
+            let mut reports = Vec::new();
+            while !is_seen.load(Ordering::Relaxed) {
+                reports.push(run(&config).await.expect("report"));
+            }
+            reports
+        }
+    });
     let look = tokio::task::spawn_blocking(move || {
         let figures = wait_for("figures of the load", || {
             let figures = sepal.status()[0]["figures"].clone();
@@ -187,6 +202,7 @@ async fn status_shows_sessions_the_last_minute_and_the_swarm() {
         (sepal, figures)
     });
     let (sepal, figures) = look.await.expect("figures");
+    is_seen.store(true, Ordering::Relaxed);
     let session = &figures["sessions"][0];
     assert_eq!((session["rows"].as_u64(), session["max_length"].as_u64()), (Some(1), Some(904)));
     assert!(session["age_s"].as_f64() > Some(0.0) && session["length"].as_u64() >= Some(4));
@@ -203,8 +219,9 @@ async fn status_shows_sessions_the_last_minute_and_the_swarm() {
     let blocks = figures["coverage"]["blocks"].as_array().expect("coverage");
     let servers: BTreeSet<_> = blocks.iter().map(|block| block["servers"].as_u64()).collect();
     assert_eq!((blocks.len(), servers), (8, BTreeSet::from([Some(1)])), "we serve all of them");
-    let report = load.await.expect("load").expect("report");
-    assert_eq!((report.errors, report.differing), (0, 0), "{:?}", report.texts);
+    for report in load.await.expect("load") {
+        assert_eq!((report.errors, report.differing), (0, 0), "{:?}", report.texts);
+    }
     tokio::task::spawn_blocking(move || assert_eq!(sepal.terminate().code(), Some(0)))
         .await
         .expect("the end");
@@ -253,15 +270,14 @@ fn dashboard_and_alerts_use_only_what_the_server_exports() {
     }
 }
 
-/// Prometheus' own tool reads the rules and the text, where it is installed.
+/// Prometheus' own tool reads the rules.
 #[test]
 fn promtool_accepts_the_alerts() {
-    let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/grafana/alerts.yml");
-    let checked = Command::new("promtool").args(["check", "rules"]).arg(&rules).output();
-    match checked {
-        Ok(output) => {
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr))
-        }
-        Err(error) => println!("promtool is not installed, rules are not checked by it: {error}"),
+    if !has_program("alert rules as Prometheus reads them", "promtool") {
+        return;
     }
+    let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/grafana/alerts.yml");
+    let output = Command::new("promtool").args(["check", "rules"]).arg(&rules).output();
+    let output = output.expect("run promtool");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

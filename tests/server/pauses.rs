@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::harness::demo::{BLOCKS, HIDDEN, run_session, run_session_with};
 use crate::harness::peer::{Peer, noise};
 use crate::harness::session::{SHAPES, serve};
-use crate::harness::{self, Sepal, children_of, command_line, wait_for};
+use crate::harness::{self, DEADLINE, Sepal, children_of, command_line, wait_for};
 use nix::sys::signal::{Signal, kill};
 
 /// `sepal ARGS...` for the instances in `dir`.
@@ -62,8 +62,7 @@ async fn pauses(devices: &[&str]) {
             }
         }
     };
-    let error =
-        tokio::time::timeout(Duration::from_secs(30), refused_now).await.expect("a refusal");
+    let error = tokio::time::timeout(DEADLINE, refused_now).await.expect("a refusal");
     assert!(error.contains("paused"), "{error}");
     assert_eq!(server.status()[0]["pause"], "draining");
     session.close().await;

@@ -8,10 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::harness::demo::{demo_model, run_session};
-use crate::harness::{SEPAL, Sepal, children_of, serve_args, wait_for};
+use crate::harness::{DEADLINE, SEPAL, Sepal, children_of, serve_args, wait_for};
 use nix::sys::signal::{Signal, kill};
-
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The manager's end.
 struct Manager {
@@ -22,7 +20,8 @@ struct Manager {
 impl Manager {
     fn at(path: &Path) -> Manager {
         let socket = UnixDatagram::bind(path).expect("bind the manager's socket");
-        socket.set_read_timeout(Some(Duration::from_millis(100))).expect("a timeout");
+        // Shorter than the time between two signs of life, or `listen` does not end.
+        socket.set_read_timeout(Some(Duration::from_millis(10))).expect("a timeout");
         Manager { socket, heard: Vec::new() }
     }
 
@@ -50,7 +49,7 @@ impl Manager {
             if let Some((at, _)) = self.heard.iter().find(|(_, line)| line.starts_with(wanted)) {
                 return *at;
             }
-            assert!(start.elapsed() < PATIENCE, "no {wanted}: {:?}", self.heard);
+            assert!(start.elapsed() < DEADLINE, "no {wanted}: {:?}", self.heard);
         }
     }
 
@@ -65,7 +64,7 @@ fn start(dir: Arc<tempfile::TempDir>, socket: &Path, watchdog: Option<Duration>)
     if let Some(watchdog) = watchdog {
         command.env("WATCHDOG_USEC", watchdog.as_micros().to_string());
     }
-    let more = ["--new_swarm", "--torch_dtype", "float32", "--hang_timeout", "2"];
+    let more = ["--new_swarm", "--torch_dtype", "float32"];
     Sepal::start_by(command, dir, &serve_args(&demo_model(), "demo", &more))
 }
 
@@ -74,7 +73,7 @@ async fn ready_comes_after_a_step_and_signs_of_life_while_the_server_goes_on() {
     let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
     let path = dir.path().join("notify");
     let mut manager = Manager::at(&path);
-    let sepal = start(dir.clone(), &path, Some(Duration::from_secs(1)));
+    let sepal = start(dir.clone(), &path, Some(Duration::from_millis(200)));
     let ready = manager.wait("READY=1");
     // A step went through before: the worker has answered a job.
     assert!(sepal.log().contains("ready: a step went through"), "{}", sepal.log());
@@ -103,12 +102,18 @@ async fn a_supervisor_that_stands_still_gives_no_sign_of_life() {
     let dir = Arc::new(tempfile::tempdir().expect("temporary folder"));
     let path = dir.path().join("notify");
     let mut manager = Manager::at(&path);
-    let sepal = start(dir, &path, Some(Duration::from_secs(1)));
+    const WATCHDOG: Duration = Duration::from_millis(200);
+    let sepal = start(dir, &path, Some(WATCHDOG));
     manager.wait("READY=1");
     kill(sepal.pid(), Signal::SIGSTOP).expect("the supervisor is there");
+    let is_stopped = || std::fs::read_to_string(format!("/proc/{}/stat", sepal.pid()));
+    wait_for("the supervisor to stand still", || {
+        is_stopped().is_ok_and(|stat| stat.contains(") T ")).then_some(())
+    });
     manager.listen();
     let signs = manager.count("WATCHDOG=1");
-    std::thread::sleep(Duration::from_secs(2));
+    // Some were due in this time, and no other process gives one.
+    std::thread::sleep(3 * WATCHDOG);
     manager.listen();
     assert_eq!(manager.count("WATCHDOG=1"), signs);
     kill(sepal.pid(), Signal::SIGCONT).expect("the supervisor is there");

@@ -1,9 +1,10 @@
 //! Text through real servers equals what transformers computes from the same weights.
 
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use crate::harness::demo::{Golden, demo_model, follow, golden};
 use crate::harness::peer::{Peer, ids, noise};
+use crate::harness::pipe::one_message_pipe;
 use crate::harness::{
     self, Dht, SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for,
 };
@@ -124,6 +125,7 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_one_after_another() {
     };
     let halves = ["0:4", "4:8"].map(|span| [join(span), join(span)]);
     let Golden { prompt, text: rest, .. } = golden("float32").swap_remove(0);
+    let (mut out, stdout) = one_message_pipe();
     let mut child = Command::new(SEPAL)
         .args([
             "generate",
@@ -136,14 +138,13 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_one_after_another() {
         ])
         .args(["--max_new_tokens", "200", "--torch_dtype", "float32"])
         .arg(demo_model())
-        .stdout(Stdio::piped())
+        .stdout(stdout)
         .spawn()
         .unwrap();
-    let mut out = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut text = vec![0; prompt.len() + 10];
     std::io::Read::read_exact(&mut out, &mut text).unwrap();
-    // The text has begun. Of the two servers of each half one is in use; the text must survive the
-    // loss of either.
+    // The text has begun, and is never far ahead of what is read of it. Of the two servers of each half
+    // one is in use; the text must survive the loss of either.
     for [one, other] in &halves {
         let victim = if used(one) { one } else { other };
         victim.kill();
@@ -214,19 +215,20 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
 #[test]
 fn the_demo_prints_a_story_and_what_ran_and_survives_the_death_of_a_worker() {
     let Golden { prompt, text: rest, .. } = golden("bfloat16").swap_remove(0);
+    let (mut out, stdout) = one_message_pipe();
     let mut child = Command::new(SEPAL)
         .args(["demo", "--prompt", &prompt, "--max_new_tokens", "200"])
-        .stdout(Stdio::piped())
+        .stdout(stdout)
         .spawn()
         .unwrap();
     let demo = nix::unistd::Pid::from_raw(child.id() as i32);
-    let mut out = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut text = Vec::new();
     let mut byte = [0];
     while !String::from_utf8_lossy(&text).contains(&format!("\n{prompt} ")) {
         std::io::Read::read_exact(&mut out, &mut byte).expect("the story begins");
         text.push(byte[0]);
     }
+    // The story waits for who reads it.
     let supervisor = children_of(demo)[0];
     let worker = wait_for("a worker of the demo", || {
         children_of(supervisor).into_iter().find(|p| command_line(*p).contains("gpu-worker"))

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::harness::demo::{BLOCKS, Golden, HIDDEN, demo_model, golden};
 use crate::harness::peer::{Peer, noise};
+use crate::harness::rights::{ignored, may_look_into_children};
 use crate::harness::session::{assert_close, serve};
 use crate::harness::{Sepal, alive, generate, rank, session, wait_for};
 use nix::sys::signal::{Signal, kill};
@@ -94,11 +95,14 @@ async fn two_groups_serve_a_part_of_the_blocks_each() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_rank_killed_in_a_job_changes_nothing() {
+    a_fault_changes_nothing(&["kill@copies#3r0", "abort@block:7#2r1", "kill@block:2#2"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: .ci/long"]
 async fn a_rank_killed_at_any_point_of_a_job_changes_nothing() {
-    let calm = serve_group(&[]);
-    let expected = run_session(&calm.addr(), 1, 6).await;
-    assert_eq!(calm.terminate().code(), Some(0));
-    for fault in [
+    a_fault_changes_nothing(&[
         "kill@taken#2r1",
         "kill@copies#3r0",
         "kill@block:0#2r1",
@@ -107,7 +111,15 @@ async fn a_rank_killed_at_any_point_of_a_job_changes_nothing() {
         "kill@block:3#0r1",
         "kill@output#2r0",
         "kill@block:2#2",
-    ] {
+    ])
+    .await;
+}
+
+async fn a_fault_changes_nothing(faults: &[&str]) {
+    let calm = serve_group(&[]);
+    let expected = run_session(&calm.addr(), 1, 6).await;
+    assert_eq!(calm.terminate().code(), Some(0));
+    for fault in faults {
         let sepal = serve_group(&["--inject_fault", fault]);
         let (netd, ranks) = (sepal.netd(), [rank(&sepal, 0), rank(&sepal, 1)]);
         let got = run_session(&sepal.addr(), 1, 6).await;
@@ -163,36 +175,15 @@ async fn ranks_killed_at_random_times_change_nothing() {
     assert_eq!(sepal.terminate().code(), Some(0));
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_frozen_rank_is_to_blame_and_the_session_goes_on() {
-    for frozen in [0, 1] {
-        let sepal = serve_group(&["--hang_timeout", "2"]);
-        let addr = sepal.addr();
-        let expected = run_session(&addr, 2, 40).await;
-        let victim = rank(&sepal, frozen);
-        let running = {
-            let addr = addr.clone();
-            tokio::spawn(async move { run_session(&addr, 2, 40).await })
-        };
-        tokio::time::sleep(Duration::from_millis(30)).await;
-        kill(victim, Signal::SIGSTOP).unwrap();
-        assert!(running.await.unwrap() == expected, "rank {frozen}: results differ");
-        let hung = sepal.wait_line("hangs: no progress", 1);
-        assert!(hung.contains(&format!("gpu-worker 0.{frozen}")), "{hung}");
-        assert_eq!(sepal.log().matches("hangs: no progress").count(), 1, "{}", sepal.log());
-        assert_eq!(sepal.terminate().code(), Some(0));
-    }
-}
-
-/// What `/proc` tells of the mappings of a process that contain `what`: their policy, and pages by
-/// node.
-fn placed(pid: Pid, what: &str) -> Vec<(String, String)> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/numa_maps")).unwrap_or_default();
+/// What `/proc` tells of the mappings of a process that contain `what`: their policy, and the number of
+/// pages on each node, as `N0=12`.
+fn placed(pid: Pid, what: &str) -> Vec<(String, Vec<String>)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/numa_maps")).expect("numa_maps");
     let lines = text.lines().filter(|line| line.contains(what));
     let of = |line: &str| {
         let mut words = line.split_whitespace().skip(1).map(str::to_owned);
         let policy = words.next().unwrap_or_default();
-        (policy, words.filter(|word| word.starts_with('N')).collect::<Vec<_>>().join(" "))
+        (policy, words.filter(|word| word.starts_with('N')).collect())
     };
     lines.map(of).collect()
 }
@@ -213,16 +204,25 @@ async fn ranks_on_a_node_have_weights_and_pages_in_its_memory() {
     // Everything, not only what is cut by columns.
     assert!(copies(&log).iter().all(|bytes| *bytes > 6_000_000), "{log}");
     assert!(copies(&plain.log()).iter().all(|bytes| *bytes < 6_000_000), "{}", plain.log());
+    let check = "where the pages of ranks lie";
+    let has_maps = std::path::Path::new("/proc/self/numa_maps").exists();
+    if !has_maps {
+        ignored(check, "a kernel with NUMA");
+    }
     for index in [0, 1] {
+        if !has_maps || !may_look_into_children(check) {
+            break;
+        }
         let pages = placed(rank(&sepal, index), "kv.");
-        let has_pages = |(_, nodes): &&(String, String)| !nodes.is_empty();
-        let Some((policy, nodes)) = pages.iter().find(has_pages) else {
-            // A kernel without NUMA tells nothing.
-            assert!(!std::path::Path::new("/proc/self/numa_maps").exists(), "{pages:?}");
-            continue;
-        };
+        let (policy, nodes) =
+            pages.iter().find(|(_, nodes)| !nodes.is_empty()).expect("pages of the cache");
         assert!(policy.starts_with("prefer") && policy.ends_with(&format!(":{node}")), "{policy}");
-        assert!(nodes.starts_with(&format!("N{node}=")) && !nodes.contains(' '), "{nodes}");
+        // The kernel takes memory of another node when this one has none left.
+        let count = |of: &String| of.split('=').nth(1).and_then(|count| count.parse::<u64>().ok());
+        let all: u64 = nodes.iter().filter_map(count).sum();
+        let here = nodes.iter().filter(|of| of.starts_with(&format!("N{node}=")));
+        let here: u64 = here.filter_map(count).sum();
+        assert!(here > all / 2, "node {node}: {nodes:?}");
     }
     assert_eq!(sepal.terminate().code(), Some(0));
     assert_eq!(plain.terminate().code(), Some(0));
@@ -230,12 +230,13 @@ async fn ranks_on_a_node_have_weights_and_pages_in_its_memory() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_mirror_may_be_asked_for_and_changes_nothing_on_processors() {
-    for mirror in ["on", "off", "auto"] {
-        let fault = ["--kv_mirror", mirror, "--inject_fault", "kill@block:2#3r1"];
-        for devices in session::SHAPES {
-            let sepal = serve(&[devices, &fault[..2]].concat());
-            let expected = run_session(&sepal.addr(), 8, 3).await;
-            assert_eq!(sepal.terminate().code(), Some(0));
+    for devices in session::SHAPES {
+        let sepal = serve(devices);
+        let expected = run_session(&sepal.addr(), 8, 3).await;
+        assert_eq!(sepal.terminate().code(), Some(0));
+        // `auto` is the default, with which every other test runs.
+        for mirror in ["on", "off"] {
+            let fault = ["--kv_mirror", mirror, "--inject_fault", "kill@block:2#3r1"];
             let sepal = serve(&[devices, &fault].concat());
             assert!(run_session(&sepal.addr(), 8, 3).await == expected, "{devices:?} {mirror}");
             let strikes = usize::from(devices.len() > 2);

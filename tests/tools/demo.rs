@@ -2,11 +2,12 @@
 //! with it.
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::harness::pipe::{Messages, one_message_pipe};
 use crate::harness::{SEPAL, alive, children_of, command_line, wait_for};
 
 /// Exit code of a demo that was stopped before its end, as `sepal --help` tells.
@@ -14,7 +15,7 @@ const STOPPED: i32 = 1;
 
 struct Demo {
     child: Child,
-    out: BufReader<ChildStdout>,
+    out: BufReader<Messages>,
     /// Where its temporary folder is made.
     temporary: tempfile::TempDir,
 }
@@ -25,18 +26,18 @@ struct Below {
 }
 
 impl Demo {
-    /// A demo whose text takes far longer than the test.
+    /// A demo whose text waits for who reads it.
     fn start() -> Demo {
         let temporary = tempfile::tempdir().expect("temporary folder");
-        let mut child = Command::new(SEPAL)
+        let (out, stdout) = one_message_pipe();
+        let child = Command::new(SEPAL)
             .args(["demo", "--max_new_tokens", "1800"])
             .env("TMPDIR", temporary.path())
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
+            .stdout(stdout)
             .stderr(Stdio::null())
             .spawn()
             .expect("start sepal demo");
-        let out = BufReader::new(child.stdout.take().expect("stdout is piped"));
         Demo { child, out, temporary }
     }
 
@@ -63,10 +64,13 @@ impl Demo {
     fn below(&self) -> Below {
         let servers = children_of(self.pid());
         assert_eq!(servers.len(), 2, "two servers");
-        let mut processes = servers.clone();
-        processes.extend(servers.iter().flat_map(|server| children_of(*server)));
-        assert_eq!(processes.len(), 6, "each with netd and a worker");
-        Below { processes }
+        // The processes that prepared their blocks may end a moment later.
+        let children = wait_for("netd and a worker of each", || {
+            let children: Vec<Pid> =
+                servers.iter().flat_map(|server| children_of(*server)).collect();
+            (children.len() == 4).then_some(children)
+        });
+        Below { processes: [servers, children].concat() }
     }
 
     fn files_left(&self) -> usize {
@@ -115,6 +119,8 @@ fn an_interrupted_demo_drains_its_servers_and_removes_its_folder() {
         let below = demo.below();
         assert_eq!(demo.files_left(), 1, "its folder");
         kill(demo.pid(), signal).expect("interrupt the demo");
+        // It may be in the middle of a word.
+        demo.out.read_to_end(&mut Vec::new()).expect("the rest");
         let status = wait_for("the demo to end", || demo.child.try_wait().expect("wait"));
         assert_eq!(status.code(), Some(STOPPED), "{signal}");
         assert!(below.processes.iter().all(|pid| !alive(*pid)), "{signal}");

@@ -1,17 +1,13 @@
 //! Effects of flags that are seen from outside alone: addresses, limits, lines of the log, files.
 
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::Path;
 
 use crate::harness::demo::demo_model;
-use crate::harness::{Sepal, children_of, command_line, wait_for};
+use crate::harness::rights::ignored;
+use crate::harness::{Sepal, children_of, command_line, free_port, own_loopback, wait_for};
 use nix::sys::resource::{Resource, getrlimit};
 use shared::processor::{Processor, numbers};
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
-    listener.local_addr().expect("address").port()
-}
 
 /// `sepal serve` of the demo model with these flags alone.
 fn start(more: &[&str]) -> Sepal {
@@ -58,7 +54,7 @@ fn address_port_file_limit_and_statistics_are_as_asked_for() {
 #[test]
 fn announced_addresses_replace_those_listened_on() {
     let announced = "/ip4/203.0.113.8/tcp/4321";
-    let listened = format!("/ip4/127.0.0.1/tcp/{}", free_port());
+    let listened = format!("/ip4/{}/tcp/4321", own_loopback());
     let sepal = start(&[
         "--new_swarm",
         "--throughput",
@@ -137,8 +133,7 @@ fn compute_threads_stay_on_the_cpus_that_were_given() {
         panic!("a machine without cores");
     };
     if machine.cpus().len() == 1 {
-        println!("not tested: this machine has one CPU, where every thread runs on it");
-        return;
+        return ignored("CPUs of threads", "two CPUs");
     }
     let given = last.cpus[0];
     let given_text = given.to_string();
@@ -165,7 +160,7 @@ fn compute_threads_stay_on_the_cpus_that_were_given() {
 
 #[test]
 fn a_bootstrap_node_listens_joins_and_reports_as_asked_for() {
-    let listen = format!("/ip4/127.0.0.1/tcp/{}", free_port());
+    let listen = format!("/ip4/{}/tcp/4321", own_loopback());
     let flags = ["dht", "--no_upnp", "--refresh_period", "0.2", "--host_maddrs"];
     let first = Sepal::start(&[&flags[..], &[&listen]].concat());
     // As many lines as would take longer than any wait if the period were the default.

@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use crate::harness::demo::demo_model;
+use crate::harness::rights::has_program;
 use crate::harness::{SEPAL, Sepal, children_of, command_line, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -84,6 +85,10 @@ impl Terminal {
 
 #[test]
 fn a_server_is_shown_and_the_terminal_is_as_before_after_q_ctrl_c_and_sigterm() {
+    let programs = ["script", "stty"];
+    if !programs.into_iter().all(|name| has_program("sepal top on a terminal", name)) {
+        return;
+    }
     let sepal = Sepal::serve(&demo_model(), "demo", &[]);
     let mut terminal = Terminal::start(&sepal);
     for text in ["gpu-worker", "online", "PROCESS", "SESSION", "leave"] {

@@ -1,6 +1,9 @@
 //! Callers and servers that go away while a text is under way.
 
+use nix::sys::signal::{Signal, kill};
+
 use super::*;
+use crate::harness::rank;
 
 /// Sessions that are open on a server.
 fn sessions(sepal: &Sepal) -> u64 {
@@ -29,23 +32,31 @@ fn a_caller_that_goes_away_frees_its_session() {
 
 #[test]
 fn a_server_that_is_lost_within_a_stream_is_replaced_unseen() {
-    let first = serve(&[]);
-    let second = Sepal::join(&first, &demo_model(), "demo", &["--torch_dtype", "float32"]);
-    let gateway = Gateway::start(&first.addr(), &["--sessions_kept", "0"]);
-    let wanted = completion(&json!({"max_tokens": 300, "logit_bias": {"1": -100}}));
-    let calm = text(&gateway.done("/v1/completions", &wanted));
-    let (mut pieces, mut text) = (0, String::new());
-    let mut lost = false;
-    gateway.stream("/v1/completions", wanted, |chunk| {
-        text += chunk["choices"][0]["text"].as_str().unwrap_or("");
+    // A worker hangs in the middle of the text, which therefore does not end before its server does.
+    let fault = ["--inject_fault", "hang@block:0#12", "--hang_timeout", "3600"];
+    let first = serve(&fault);
+    let more = [&["--torch_dtype", "float32"], &fault[..]].concat();
+    let second = Sepal::join(&first, &demo_model(), "demo", &more);
+    let gateway = Gateway::start(&first.addr(), &["--sessions_kept", "0", "--speculate", "0"]);
+    let wanted = completion(&json!({"max_tokens": 60, "logit_bias": {"1": -100}}));
+    let (mut pieces, mut text_of_both) = (0, String::new());
+    gateway.stream("/v1/completions", wanted.clone(), |chunk| {
+        text_of_both += chunk["choices"][0]["text"].as_str().unwrap_or("");
         pieces += 1;
         if pieces == 5 {
-            let serving = [&first, &second].into_iter().find(|server| sessions(server) > 0);
-            let serving = serving.expect("one of them has the session");
+            let (serving, other) = match sessions(&first) {
+                0 => (&second, &first),
+                _ => (&first, &second),
+            };
+            assert_eq!((sessions(serving), sessions(other)), (1, 0));
+            // The next worker of the other server has no fault.
+            let worker = rank(other, 0);
+            kill(worker, Signal::SIGKILL).expect("the worker is there");
+            wait_for("the next worker", || (rank(other, 0) != worker).then_some(()));
             serving.kill();
-            lost = true;
         }
     });
-    assert!(lost);
-    assert_eq!(text, calm);
+    assert!(pieces > 5, "{pieces}");
+    // The other server alone, undisturbed.
+    assert_eq!(text_of_both, text(&gateway.done("/v1/completions", &wanted)));
 }

@@ -1,16 +1,24 @@
 //! The faults of a storm: which comes when, decided by a seed, and how it is done.
 
 use std::fs;
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Sepal, children_of, command_line};
+use crate::harness::{Sepal, children_of, command_line, wait_for};
 
-/// The least time between two deaths that count as the worker's own.
-const OWN_DEATHS_APART: Duration = Duration::from_secs(10);
+/// The least number of other faults between two deaths that count as the worker's own.
+const OWN_DEATHS_APART: usize = 8;
+/// Each fault once comes first.
+const FIRST: [Fault; 6] = [
+    Fault::KillWorker,
+    Fault::FreezeWorker,
+    Fault::CrashWorker(nix::libc::SIGSEGV),
+    Fault::KillNetd,
+    Fault::StarveWorker,
+    Fault::Upgrade,
+];
 
 /// What is done to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,16 +47,17 @@ impl Fault {
     }
 }
 
-/// Draws faults and pauses from a seed.
+/// Draws faults and pauses from a seed. No draw depends on time.
 pub struct Script {
     state: u64,
-    last_crash: Option<Instant>,
+    count: usize,
+    last_crash: usize,
     has_groups: bool,
 }
 
 impl Script {
     pub fn new(seed: u64, has_groups: bool) -> Script {
-        Script { state: seed ^ 0x9e37_79b9_7f4a_7c15, last_crash: None, has_groups }
+        Script { state: seed ^ 0x9e37_79b9_7f4a_7c15, count: 0, last_crash: 0, has_groups }
     }
 
     /// A number below `limit` (splitmix64).
@@ -60,38 +69,55 @@ impl Script {
         (z ^ (z >> 31)) % limit
     }
 
-    /// From 0.3 to 1.5 s.
-    pub fn pause(&mut self) -> Duration {
-        Duration::from_millis(300 + self.draw(1201))
+    /// Steps of all sessions until the next fault: one of four comes into what the one before left.
+    pub fn pause(&mut self) -> u64 {
+        let (steps, soon) = (50 + self.draw(300), self.draw(4) == 0);
+        if soon { 0 } else { steps }
     }
 
     /// The next fault. The same numbers are drawn whatever the machine allows, so that a seed means the
     /// same everywhere.
-    pub fn fault(&mut self, now: Instant) -> Fault {
+    pub fn fault(&mut self) -> Fault {
         let (kind, signal) = (self.draw(100), self.draw(2));
-        let may_crash = self.last_crash.is_none_or(|last| now - last >= OWN_DEATHS_APART);
-        match kind {
+        let drawn = match kind {
             0..50 => Fault::KillWorker,
             50..72 => Fault::FreezeWorker,
-            72..84 if may_crash => {
-                self.last_crash = Some(now);
-                Fault::CrashWorker([nix::libc::SIGSEGV, nix::libc::SIGABRT][signal as usize])
-            }
-            84..90 if self.has_groups => Fault::StarveWorker,
+            72..84 => Fault::CrashWorker([nix::libc::SIGSEGV, nix::libc::SIGABRT][signal as usize]),
+            84..90 => Fault::StarveWorker,
             90..95 => Fault::KillNetd,
-            95..100 => Fault::Upgrade,
-            _ => Fault::KillWorker,
+            _ => Fault::Upgrade,
+        };
+        let fault = FIRST.get(self.count).copied().unwrap_or(drawn);
+        self.count += 1;
+        match fault {
+            Fault::CrashWorker(_)
+                if self.last_crash > 0 && self.count - self.last_crash < OWN_DEATHS_APART =>
+            {
+                Fault::KillWorker
+            }
+            Fault::CrashWorker(_) => {
+                self.last_crash = self.count;
+                fault
+            }
+            Fault::StarveWorker if !self.has_groups => Fault::KillWorker,
+            _ => fault,
         }
     }
 }
 
-/// Does it; false if there was nobody to do it to.
+/// Does it, once there is somebody to do it to; false if the server refused.
 pub fn strike(sepal: &Sepal, fault: Fault, group: Option<&MemoryGroup>) -> bool {
-    let signal = |role: &str, signal: Signal| {
-        let of_role = |pid: &Pid| command_line(*pid).contains(role);
-        let pid = children_of(sepal.pid()).into_iter().find(of_role);
-        pid.is_some_and(|pid| kill(pid, signal).is_ok())
+    let to = |role: &str, harm: &dyn Fn(Pid) -> bool| {
+        let is_of_role = |pid: &Pid| {
+            let line = command_line(*pid);
+            line.contains(" gen ") && line.contains(role)
+        };
+        wait_for(role, || {
+            let victim = children_of(sepal.pid()).into_iter().find(is_of_role)?;
+            harm(victim).then_some(true)
+        })
     };
+    let signal = |role: &str, signal: Signal| to(role, &|pid| kill(pid, signal).is_ok());
     match fault {
         Fault::KillWorker => signal("gpu-worker", Signal::SIGKILL),
         Fault::FreezeWorker => signal("gpu-worker", Signal::SIGSTOP),
@@ -100,9 +126,7 @@ pub fn strike(sepal: &Sepal, fault: Fault, group: Option<&MemoryGroup>) -> bool 
         }
         Fault::KillNetd => signal("netd", Signal::SIGKILL),
         Fault::StarveWorker => {
-            let of_role = |pid: &Pid| command_line(*pid).contains("gpu-worker");
-            let worker = children_of(sepal.pid()).into_iter().find(of_role);
-            worker.zip(group).is_some_and(|(worker, group)| group.starve(worker))
+            group.is_some_and(|group| to("gpu-worker", &|worker| group.starve(worker)))
         }
         Fault::Upgrade => upgrade(sepal),
     }
@@ -124,7 +148,12 @@ pub struct MemoryGroup(PathBuf);
 impl MemoryGroup {
     /// Makes one, where the machine lets this user.
     pub fn make() -> Option<MemoryGroup> {
-        let folder = PathBuf::from(format!("/sys/fs/cgroup/sepal-storm-{}", std::process::id()));
+        let all = Path::new("/sys/fs/cgroup");
+        let controllers = fs::read_to_string(all.join("cgroup.subtree_control")).ok()?;
+        if !controllers.split_whitespace().any(|name| name == "memory") {
+            return None;
+        }
+        let folder = all.join(format!("sepal-storm-{}", std::process::id()));
         fs::create_dir(&folder).ok()?;
         let group = MemoryGroup(folder);
         let limits = [("memory.max", "65536"), ("memory.swap.max", "0")];

@@ -5,30 +5,36 @@
 mod faults;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::harness::demo::{BLOCKS, HIDDEN};
 use crate::harness::peer::{Peer, fed_back, noise};
+use crate::harness::rights::ignored;
 use crate::harness::session::serve;
-use crate::harness::{DEADLINE, Sepal};
+use crate::harness::{DEADLINE, Sepal, alive, children_of, command_line, wait_for};
 use client::chain::Chain;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 use faults::{Fault, MemoryGroup, Script, strike};
 use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use nix::unistd::Pid;
 use shared::dtype::DType;
 
 const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";
 const SEED_VARIABLE: &str = "SEPAL_STORM_SEED";
-const SHORT: Duration = Duration::from_secs(25);
+/// Faults of the short form: each kind, and some more.
+const SHORT: u32 = 9;
 
 /// Sessions of a client that knows no more than Petals', and of ours.
 const PLAIN: u32 = 8;
 const OWN: u32 = 8;
 const PROMPT: usize = 9;
 const STEPS: usize = 40;
+
+/// Pause before what failed is tried again.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// What the sessions met.
 #[derive(Default)]
@@ -45,16 +51,8 @@ struct Tally {
     /// Sessions that ended for any other reason.
     lost: AtomicU64,
     longest_us: AtomicU64,
-    /// Times that netd was killed or replaced.
-    netd_ends: AtomicU64,
-    last_netd_end: Mutex<Option<Instant>>,
-    /// Whether netd is being replaced at a moment that only the server knows.
-    is_upgrading: AtomicBool,
     is_over: AtomicBool,
 }
-
-/// How long a new netd may take until it opens sessions.
-const NEW_NETD: Duration = Duration::from_secs(5);
 
 impl Tally {
     fn step(&self, began: Instant) {
@@ -65,17 +63,6 @@ impl Tally {
     fn ended(&self, is_exact: bool) {
         self.ended.fetch_add(1, Ordering::Relaxed);
         self.wrong.fetch_add(u64::from(!is_exact), Ordering::Relaxed);
-    }
-
-    /// netd is about to end.
-    fn netd_ends(&self) {
-        *self.last_netd_end.lock().expect("no panic") = Some(Instant::now());
-        self.netd_ends.fetch_add(1, Ordering::SeqCst);
-    }
-
-    fn netd_is_new(&self) -> bool {
-        let last = *self.last_netd_end.lock().expect("no panic");
-        last.is_some_and(|last| last.elapsed() < NEW_NETD)
     }
 
     fn goes_on(&self) -> bool {
@@ -153,42 +140,94 @@ async fn join(addr: &str) -> Result<Swarm, client::swarm::SwarmError> {
     .await
 }
 
-async fn plain_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: Arc<Tally>) {
-    while tally.goes_on() {
-        let Ok(peer) = Peer::try_connect(&addr, "demo").await else { continue };
-        while tally.goes_on() {
-            let before = tally.netd_ends.load(Ordering::SeqCst);
-            let failure = match plain(&peer, seed, |began| tally.step(began)).await {
-                Ok(outputs) => {
-                    tally.ended(outputs == expected);
-                    continue;
-                }
-                Err(failure) => failure,
-            };
-            let netd_ended = tally.is_upgrading.load(Ordering::SeqCst)
-                || tally.netd_ends.load(Ordering::SeqCst) != before;
-            let count = match &failure {
-                Failure::Lost(text) | Failure::Unopened(text) if text.contains("crash") => {
-                    &tally.suspects
-                }
-                Failure::Unopened(_) if netd_ended || tally.netd_is_new() => &tally.not_opened,
-                Failure::Lost(_) if netd_ended => &tally.with_netd,
-                Failure::Lost(text) | Failure::Unopened(text) => {
-                    println!("  lost: {text}");
-                    &tally.lost
-                }
-            };
-            count.fetch_add(1, Ordering::Relaxed);
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            // Another connection.
-            break;
+/// Process id of netd, if there is one that lives.
+fn netd_of(supervisor: Pid) -> Option<Pid> {
+    let is_netd = |pid: &Pid| {
+        let line = command_line(*pid);
+        line.contains(" gen ") && line.contains("netd") && alive(*pid)
+    };
+    children_of(supervisor).into_iter().find(is_netd)
+}
+
+/// A connection to a netd, and who that is.
+async fn connect(addr: &str, supervisor: Pid) -> Option<(Peer, Pid)> {
+    let before = netd_of(supervisor)?;
+    let peer = Peer::try_connect(addr, "demo").await.ok()?;
+    (netd_of(supervisor) == Some(before)).then_some((peer, before))
+}
+
+/// Whether `netd`, which lost a session, has come to its end. If not, it opens another one.
+async fn has_ended(netd: Pid, addr: &str, supervisor: Pid) -> bool {
+    let decided = async {
+        loop {
+            if netd_of(supervisor) != Some(netd) {
+                return true;
+            }
+            if let Some((peer, again)) = connect(addr, supervisor).await
+                && plain(&peer, 0, |_| ()).await.is_ok()
+                && again == netd
+                && netd_of(supervisor) == Some(netd)
+            {
+                return false;
+            }
+            tokio::time::sleep(PAUSE).await;
         }
+    };
+    tokio::time::timeout(DEADLINE, decided).await.expect("netd serves or ends")
+}
+
+/// Sessions one after the other, at last one that begins when the storm is over.
+async fn plain_sessions(
+    (addr, supervisor): (String, Pid),
+    seed: u32,
+    expected: Vec<Vec<f32>>,
+    tally: Arc<Tally>,
+) {
+    let mut is_done = false;
+    while !is_done {
+        let Some((peer, netd)) = connect(&addr, supervisor).await else {
+            tokio::time::sleep(PAUSE).await;
+            continue;
+        };
+        let failure = loop {
+            let was_over = !tally.goes_on();
+            match plain(&peer, seed, |began| tally.step(began)).await {
+                Ok(outputs) => tally.ended(outputs == expected),
+                Err(failure) => break Some(failure),
+            }
+            if was_over {
+                is_done = true;
+                break None;
+            }
+        };
+        let count = match failure {
+            None => continue,
+            Some(Failure::Lost(text) | Failure::Unopened(text)) if text.contains("crash") => {
+                &tally.suspects
+            }
+            // In the end every one is opened.
+            Some(Failure::Unopened(_)) => &tally.not_opened,
+            Some(Failure::Lost(_)) if has_ended(netd, &addr, supervisor).await => &tally.with_netd,
+            Some(Failure::Lost(text)) => {
+                println!("  lost: {text}");
+                &tally.lost
+            }
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        tokio::time::sleep(PAUSE).await;
     }
 }
 
-async fn own_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: Arc<Tally>) {
+async fn own_sessions(
+    (addr, _): (String, Pid),
+    seed: u32,
+    expected: Vec<Vec<f32>>,
+    tally: Arc<Tally>,
+) {
     let swarm = join(&addr).await.expect("the swarm");
-    while tally.goes_on() {
+    let mut was_over = false;
+    while !was_over {
+        was_over = !tally.goes_on();
         match own(&swarm, seed, |began| tally.step(began)).await {
             Ok(outputs) => tally.ended(outputs == expected),
             Err(text) if text.contains("crash") => {
@@ -203,28 +242,23 @@ async fn own_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: A
     swarm.leave().await;
 }
 
-/// Strikes until the time is over; how often each fault was done.
-fn blow(sepal: &Sepal, seed: u64, duration: Duration, tally: &Tally) -> BTreeMap<Fault, u32> {
+/// Strikes until the time is over, or as often as the short form does; how often each fault was done.
+fn blow(sepal: &Sepal, seed: u64, length: Option<Duration>, tally: &Tally) -> BTreeMap<Fault, u32> {
     let group = MemoryGroup::make();
     if group.is_none() {
-        println!("skipped: OOM of a worker, since no memory control group can be made here");
+        ignored("OOM of a worker", "a memory control group (cgroup v2) that this user may make");
     }
     let mut script = Script::new(seed, group.is_some());
-    let (began, mut done) = (Instant::now(), BTreeMap::new());
-    while began.elapsed() < duration {
-        std::thread::sleep(script.pause());
-        let fault = script.fault(Instant::now());
-        if matches!(fault, Fault::KillNetd | Fault::Upgrade) {
-            // Noted before, so that no session ends with its netd and knows of no reason.
-            tally.netd_ends();
-        }
-        tally.is_upgrading.store(fault == Fault::Upgrade, Ordering::SeqCst);
+    let (began, mut count, mut done) = (Instant::now(), 0, BTreeMap::new());
+    while length.map_or(count < SHORT, |length| began.elapsed() < length) {
+        count += 1;
+        // All sessions stand still while there is nobody to compute or to answer.
+        let wanted = tally.steps.load(Ordering::Relaxed) + script.pause();
+        wait_for("the sessions to go on", || {
+            (tally.steps.load(Ordering::Relaxed) >= wanted).then_some(())
+        });
+        let fault = script.fault();
         *done.entry(fault).or_default() += u32::from(strike(sepal, fault, group.as_ref()));
-        if fault == Fault::Upgrade {
-            // Counted before the mark goes.
-            tally.netd_ends();
-            tally.is_upgrading.store(false, Ordering::SeqCst);
-        }
     }
     done
 }
@@ -235,7 +269,7 @@ fn number(variable: &str) -> Option<u64> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
-    let duration = number(SECONDS_VARIABLE).map_or(SHORT, Duration::from_secs);
+    let length = number(SECONDS_VARIABLE).map(Duration::from_secs);
     let seed = number(SEED_VARIABLE).unwrap_or(1);
     let flags = ["--hang_timeout", "2", "--max_restarts", "1000"];
     let sepal = serve(&flags);
@@ -254,20 +288,21 @@ async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
     }
     swarm.leave().await;
     for (seed, expected) in (0..PLAIN + OWN).zip(expected) {
-        let (addr, tally) = (addr.clone(), tally.clone());
+        let (server, tally) = ((addr.clone(), sepal.pid()), tally.clone());
         tasks.push(match seed < PLAIN {
-            true => tokio::spawn(plain_sessions(addr, seed, expected, tally)),
-            false => tokio::spawn(own_sessions(addr, seed, expected, tally)),
+            true => tokio::spawn(plain_sessions(server, seed, expected, tally)),
+            false => tokio::spawn(own_sessions(server, seed, expected, tally)),
         });
     }
-    let done = tokio::task::block_in_place(|| blow(&sepal, seed, duration, &tally));
+    let began = Instant::now();
+    let done = tokio::task::block_in_place(|| blow(&sepal, seed, length, &tally));
     tally.is_over.store(true, Ordering::Relaxed);
     for task in tasks {
         tokio::time::timeout(DEADLINE, task).await.expect("sessions end").expect("no panic");
     }
     let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
     let faults: u32 = done.values().sum();
-    println!("seed {seed}: {faults} faults in {} s:", duration.as_secs());
+    println!("seed {seed}: {faults} faults in {} s:", began.elapsed().as_secs());
     done.iter().for_each(|(fault, count)| println!("  {count} x {}", fault.name()));
     println!(
         "{} sessions ended, {} steps, longest {} ms; {} wrong, {} lost; {} ended with their netd, {} not opened while it was away, {} refused as suspects",
@@ -282,7 +317,10 @@ async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
     );
     let log = sepal.log();
     assert_eq!((of(&tally.wrong), of(&tally.lost)), (0, 0), "seed {seed}");
-    assert!(of(&tally.ended) > 0, "no session came to its end");
+    assert!(of(&tally.ended) >= u64::from(PLAIN + OWN), "no session came to its end");
+    // An upgrade may be refused while processes are away.
+    let was_done = |(fault, count): (&Fault, &u32)| *fault == Fault::Upgrade || *count > 0;
+    assert!(done.iter().all(was_done), "{done:?}");
     assert!(!log.contains("put aside") && !log.contains("is not restarted"), "{log}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }
