@@ -120,6 +120,7 @@ const PROCESSES_IN: &[&str] = &[
     "client/src/demo.rs",
     "gpu-worker/src/harness/",
     "kernels/benches/",
+    "kernels/src/cuda/driver/probe/tests.rs",
     "kernels/src/cuda/driver/tests.rs",
     "kernels/src/cuda/group/tests/",
     "kernels/tests/",

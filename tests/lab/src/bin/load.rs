@@ -6,6 +6,8 @@
 //! One line for each number of sessions, in order; several lines of one run are what one compares.
 //! Works against any server that speaks Petals' protocol. Ends with 1 if anything failed.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 use std::time::Duration;
 
