@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use sha2::{Digest, Sha256};
@@ -86,8 +86,8 @@ impl StandIn {
     /// Bodies come in so many pieces from now on: each after the first once a message is sent, or never
     /// if the sender is gone before.
     #[allow(dead_code, reason = "other tests include this file")]
-    pub fn send_when_asked(&self, pieces: usize) -> Sender<()> {
-        let (ask, asked) = channel();
+    pub fn send_when_asked(&self, pieces: usize) -> SyncSender<()> {
+        let (ask, asked) = sync_channel(pieces);
         self.trouble(|troubles| troubles.pieces = Some((pieces, Arc::new(Mutex::new(asked)))));
         ask
     }
