@@ -15,7 +15,7 @@
 
 mod blocks;
 mod client_tensors;
-mod describe;
+mod requests;
 mod sources;
 #[cfg(test)]
 pub(crate) mod stand_in;
@@ -40,7 +40,7 @@ use shared::config::PrepareConfig;
 use tracing::warn;
 
 pub use self::client_tensors::CLIENT_FILE;
-use self::describe::Asker;
+use self::requests::Asker;
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;

@@ -36,7 +36,7 @@ pub struct Troubles {
     /// Bodies come in this many pieces, each after the first once it is asked for; see
     /// [`StandIn::send_when_asked`].
     pub pieces: Option<(usize, Arc<Mutex<Receiver<()>>>)>,
-    /// Ranges are answered with the whole file.
+    /// Ranges are answered with the whole file, whose length is not said.
     pub no_ranges: bool,
     /// The commit that it names instead of [`COMMIT`].
     pub commit: Option<String>,
@@ -155,10 +155,15 @@ fn answer(mut stream: TcpStream, state: &Mutex<Served>) -> Option<()> {
         None => body.as_slice(),
     };
     let status = if range.is_some() { "206 Partial Content" } else { "200 OK" };
+    // Who streams a whole file may not know its length.
+    let is_streamed = state.troubles.no_ranges && !request.is_head;
+    let length = match is_streamed {
+        true => String::new(),
+        false => format!("Content-Length: {}\r\n", part.len()),
+    };
     write!(
         stream,
-        "HTTP/1.1 {status}\r\nContent-Length: {}\r\nX-Repo-Commit: {commit}\r\nETag: \"{etag}\"\r\nAccept-Ranges: bytes\r\nConnection: close\r\n\r\n",
-        part.len()
+        "HTTP/1.1 {status}\r\n{length}X-Repo-Commit: {commit}\r\nETag: \"{etag}\"\r\nAccept-Ranges: bytes\r\nConnection: close\r\n\r\n"
     )
     .ok()?;
     if request.is_head {

@@ -1,6 +1,6 @@
 //! Whole files of a model in the layout of the Hub's own cache, so that `huggingface_hub` finds them:
 //! `refs/REVISION` holds the commit, `blobs/ETAG` the content, and `snapshots/COMMIT/FILE` is a link to
-//! it. All names are made here of what [`describe`](super::describe) has checked.
+//! it. All names are made here of what [`requests`](super::requests) has checked.
 //!
 //! A download writes `blobs/ETAG.partial` under a lock and goes on after an interruption where it
 //! stopped, in this process or a later one.
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use shared::files::write_atomically;
 use tracing::{info, warn};
 
-use super::describe::Described;
+use super::requests::Described;
 use super::{Hub, SMALL_BYTES, Trouble, sum_is};
 use crate::disk_cache::wait_for_lock;
 use crate::error::PrepareError;
