@@ -2,6 +2,7 @@
 //! routed anew, and the new servers are given the whole history of its inputs as one long first
 //! step, so that the text goes on as if nothing had happened.
 
+use futures::future::BoxFuture;
 use std::time::Duration;
 
 use hivemind::p2p::PeerId;
@@ -113,19 +114,21 @@ impl Chain {
     ///
     /// # Errors
     /// [`ChainError`] when a block has no server that answers.
-    pub async fn open(swarm: &Swarm, max_length: u32) -> Result<Chain, ChainError> {
-        let blocks = 0..swarm.num_blocks();
-        let mut chain = Chain {
-            swarm: swarm.clone(),
-            links: Vec::new(),
-            max_length,
-            position: 0,
-            prompts: None,
-            rows: 0,
-            sent_again: 0,
-        };
-        chain.links = chain.connect(blocks).await?;
-        Ok(chain)
+    pub fn open(swarm: &Swarm, max_length: u32) -> BoxFuture<'_, Result<Chain, ChainError>> {
+        Box::pin(async move {
+            let blocks = 0..swarm.num_blocks();
+            let mut chain = Chain {
+                swarm: swarm.clone(),
+                links: Vec::new(),
+                max_length,
+                position: 0,
+                prompts: None,
+                rows: 0,
+                sent_again: 0,
+            };
+            chain.links = chain.connect(blocks).await?;
+            Ok(chain)
+        })
     }
 
     /// The servers in order, with their blocks.
@@ -179,11 +182,14 @@ impl Chain {
     /// # Errors
     /// [`ChainError`]; failures of single servers are repaired as long as others serve their
     /// blocks. After an error of the servers the session is of no use.
-    pub async fn step(
+    pub fn step(
         &mut self,
         step: impl Into<Step>,
-    ) -> Result<(Hidden, StepTiming), ChainError> {
-        let step = step.into();
+    ) -> BoxFuture<'_, Result<(Hidden, StepTiming), ChainError>> {
+        Box::pin(self.run(step.into()))
+    }
+
+    async fn run(&mut self, step: Step) -> Result<(Hidden, StepTiming), ChainError> {
         let order = self.check(&step)?;
         let tokens = step.hidden.tokens;
         let after = u64::from(self.position) + tokens as u64;
@@ -364,13 +370,15 @@ impl Chain {
     }
 
     /// Ends the session on every server.
-    pub async fn close(self) {
-        for link in self.links {
-            let peer = link.session.leg().peer;
-            if let Err(error) = link.session.close().await {
-                tracing::debug!(%peer, %error, "session did not close cleanly");
+    pub fn close(self) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            for link in self.links {
+                let peer = link.session.leg().peer;
+                if let Err(error) = link.session.close().await {
+                    tracing::debug!(%peer, %error, "session did not close cleanly");
+                }
             }
-        }
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! A text that grows step by step over a session of a chain. Guesses change how many steps it takes, and
 //! no token.
 
+use futures::future::BoxFuture;
 use std::time::Instant;
 
 use crate::chain::{Chain, ChainError};
@@ -135,50 +136,52 @@ impl Decoder {
     ///
     /// # Errors
     /// [`DecodeError`]; the session is of no use afterwards.
-    pub async fn next(&mut self) -> Result<Vec<Chosen>, DecodeError> {
-        let mut chosen = Vec::new();
-        if self.is_over {
-            return Ok(chosen);
-        }
-        let position = self.chain.position() as usize;
-        let mut input = self.text.get(position..).unwrap_or_default().to_vec();
-        if input.is_empty() {
-            return Err(DecodeError::NothingToSend);
-        }
-        // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
-        let left = self.most.saturating_sub(self.report.tokens.len() + 1);
-        let limit = if self.report.tokens.is_empty() { 0 } else { left };
-        let guesses = self.drafts.guess(&self.text, limit).await;
-        let kept = position + input.len();
-        input.extend(&guesses);
-        let tokens = input.len();
-        let bytes = self.head.embed(input).await?.into();
-        let hidden = Hidden { dtype: self.head.dtype(), rows: 1, tokens, bytes };
-        if self.report.tokens.is_empty() {
-            self.drafts.read(&self.text);
-        }
-        let (output, spent) = self.chain.step(hidden).await?;
-        self.report.count(spent, guesses.len());
-        let states = output.last(guesses.len() + 1).to_f32();
-        let mut right = 0;
-        // Together: the head's weights are read once.
-        let logits = self.head.logits(states).await?;
-        for logits in logits.chunks(self.head.vocabulary()) {
-            let one = self.choose(logits)?;
-            let is_right = guesses.get(right) == Some(&one.token);
-            right += usize::from(is_right);
-            self.is_over = one.is_eos || one.completes || self.report.tokens.len() >= self.most;
-            chosen.push(one);
-            if self.is_over || !is_right {
-                break;
+    pub fn next(&mut self) -> BoxFuture<'_, Result<Vec<Chosen>, DecodeError>> {
+        Box::pin(async move {
+            let mut chosen = Vec::new();
+            if self.is_over {
+                return Ok(chosen);
             }
-        }
-        self.report.accepted += right as u64;
-        self.drafts.learn(guesses.len(), right);
-        if right < guesses.len() {
-            self.chain.roll_back(u32::try_from(kept + right).unwrap_or(u32::MAX))?;
-        }
-        Ok(chosen)
+            let position = self.chain.position() as usize;
+            let mut input = self.text.get(position..).unwrap_or_default().to_vec();
+            if input.is_empty() {
+                return Err(DecodeError::NothingToSend);
+            }
+            // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
+            let left = self.most.saturating_sub(self.report.tokens.len() + 1);
+            let limit = if self.report.tokens.is_empty() { 0 } else { left };
+            let guesses = self.drafts.guess(&self.text, limit).await;
+            let kept = position + input.len();
+            input.extend(&guesses);
+            let tokens = input.len();
+            let bytes = self.head.embed(input).await?.into();
+            let hidden = Hidden { dtype: self.head.dtype(), rows: 1, tokens, bytes };
+            if self.report.tokens.is_empty() {
+                self.drafts.read(&self.text);
+            }
+            let (output, spent) = self.chain.step(hidden).await?;
+            self.report.count(spent, guesses.len());
+            let states = output.last(guesses.len() + 1).to_f32();
+            let mut right = 0;
+            // Together: the head's weights are read once.
+            let logits = self.head.logits(states).await?;
+            for logits in logits.chunks(self.head.vocabulary()) {
+                let one = self.choose(logits)?;
+                let is_right = guesses.get(right) == Some(&one.token);
+                right += usize::from(is_right);
+                self.is_over = one.is_eos || one.completes || self.report.tokens.len() >= self.most;
+                chosen.push(one);
+                if self.is_over || !is_right {
+                    break;
+                }
+            }
+            self.report.accepted += right as u64;
+            self.drafts.learn(guesses.len(), right);
+            if right < guesses.len() {
+                self.chain.roll_back(u32::try_from(kept + right).unwrap_or(u32::MAX))?;
+            }
+            Ok(chosen)
+        })
     }
 
     fn choose(&mut self, logits: &[f32]) -> Result<Chosen, DecodeError> {

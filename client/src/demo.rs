@@ -253,7 +253,7 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
     }
 }
 
-fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
+fn run(config: &DemoConfig, out: &mut (impl Write + Send)) -> Result<(), DemoError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let mut interrupt = runtime.block_on(async { Interrupt::listen() })?;
@@ -280,10 +280,11 @@ fn run(config: &DemoConfig, out: &mut impl Write) -> Result<(), DemoError> {
         startup_timeout: START_TIMEOUT,
     };
     let report = runtime.block_on(async {
-        let text = generate(&generation, |text| {
+        let mut print = |text: &str| {
             write!(out, "{text}")?;
             out.flush()
-        });
+        };
+        let text = generate(&generation, &mut print);
         tokio::select! {
             report = text => Ok(report?),
             () = interrupt.wait() => Err(DemoError::Interrupted),

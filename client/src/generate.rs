@@ -1,6 +1,7 @@
 //! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are
 //! local.
 
+use futures::future::BoxFuture;
 use std::io::Write;
 
 use hivemind::p2p::Multiaddr;
@@ -81,52 +82,54 @@ impl GenerateError {
 ///
 /// # Errors
 /// [`GenerateError`]: one sentence that names what is wrong and what to do.
-pub async fn generate(
-    config: &GenerateConfig,
-    mut on_text: impl FnMut(&str) -> std::io::Result<()>,
-) -> Result<Report, GenerateError> {
-    let local = config.local;
-    let model = LocalModel::load(&config.model, local.dtype, LOCAL_THREADS)?;
-    let model = model.with_head(local.head)?;
-    let draft = config.draft.as_deref();
-    let draft = draft.map(|small| DraftModel::start(small, &config.model, LOCAL_THREADS));
-    let draft = draft.transpose()?;
-    let codec = TextCodec::load(&config.model, model.bos())?;
-    let sampler = Sampler::new(config.sampling.clone())?;
-    let prompt = codec.encode(&config.prompt)?;
-    if config.prompt.is_empty() || prompt.is_empty() {
-        return Err(GenerateError::EmptyPrompt);
-    }
-    let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
-    let swarm = Swarm::join(SwarmConfig {
-        initial_peers: addresses(&config.initial_peers)?,
-        prefix: prefix.ok_or(GenerateError::NoPrefix)?,
-        num_blocks: model.num_blocks(),
-        startup_timeout: config.startup_timeout,
+pub fn generate<'a>(
+    config: &'a GenerateConfig,
+    on_text: &'a mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
+) -> BoxFuture<'a, Result<Report, GenerateError>> {
+    Box::pin(async move {
+        let local = config.local;
+        let model = LocalModel::load(&config.model, local.dtype, LOCAL_THREADS)?;
+        let model = model.with_head(local.head)?;
+        let draft = config.draft.as_deref();
+        let draft = draft.map(|small| DraftModel::start(small, &config.model, LOCAL_THREADS));
+        let draft = draft.transpose()?;
+        let codec = TextCodec::load(&config.model, model.bos())?;
+        let sampler = Sampler::new(config.sampling.clone())?;
+        let prompt = codec.encode(&config.prompt)?;
+        if config.prompt.is_empty() || prompt.is_empty() {
+            return Err(GenerateError::EmptyPrompt);
+        }
+        let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
+        let swarm = Swarm::join(SwarmConfig {
+            initial_peers: addresses(&config.initial_peers)?,
+            prefix: prefix.ok_or(GenerateError::NoPrefix)?,
+            num_blocks: model.num_blocks(),
+            startup_timeout: config.startup_timeout,
+        })
+        .await?;
+        let (mut stream, mut stops) = (TextStream::new(&codec, &prompt), Stops::new(&config.stop));
+        let task = Continuation {
+            prompt,
+            max_new_tokens: config.max_new_tokens,
+            drafts: Drafts::new(local.speculate).with_model(draft.as_ref()),
+            grammar: None,
+            top_logprobs: None,
+        };
+        let head = Head::start(model)?;
+        let mut is_over = false;
+        let mut take = |token: u32| {
+            let (text, over) = stops.push(&stream.push(token)?);
+            is_over = over;
+            on_text(&text)?;
+            Ok(!over)
+        };
+        let report = decode(&swarm, &head, sampler, task, &mut take).await;
+        if !is_over && report.is_ok() {
+            on_text(&stops.rest())?;
+        }
+        swarm.leave().await;
+        report
     })
-    .await?;
-    let (mut stream, mut stops) = (TextStream::new(&codec, &prompt), Stops::new(&config.stop));
-    let task = Continuation {
-        prompt,
-        max_new_tokens: config.max_new_tokens,
-        drafts: Drafts::new(local.speculate).with_model(draft.as_ref()),
-        grammar: None,
-        top_logprobs: None,
-    };
-    let head = Head::start(model)?;
-    let mut is_over = false;
-    let report = decode(&swarm, &head, sampler, task, |token| {
-        let (text, over) = stops.push(&stream.push(token)?);
-        is_over = over;
-        on_text(&text)?;
-        Ok(!over)
-    })
-    .await;
-    if !is_over && report.is_ok() {
-        on_text(&stops.rest())?;
-    }
-    swarm.leave().await;
-    report
 }
 
 fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
@@ -139,30 +142,32 @@ fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
 ///
 /// # Errors
 /// [`GenerateError`].
-pub async fn decode(
-    swarm: &Swarm,
-    head: &Head,
+pub fn decode<'a>(
+    swarm: &'a Swarm,
+    head: &'a Head,
     sampler: Sampler,
     task: Continuation,
-    mut on_token: impl FnMut(u32) -> Result<bool, GenerateError>,
-) -> Result<Report, GenerateError> {
-    let prompt = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX);
-    let chain = Chain::open(swarm, prompt.saturating_add(task.max_new_tokens)).await?;
-    let mut decoder = Decoder::new(chain, head.clone(), sampler, task);
-    'text: loop {
-        let step = decoder.next().await?;
-        if step.is_empty() {
-            break;
-        }
-        for one in step {
-            if !one.is_eos && !on_token(one.token)? {
-                break 'text;
+    on_token: &'a mut (dyn FnMut(u32) -> Result<bool, GenerateError> + Send),
+) -> BoxFuture<'a, Result<Report, GenerateError>> {
+    Box::pin(async move {
+        let prompt = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX);
+        let chain = Chain::open(swarm, prompt.saturating_add(task.max_new_tokens)).await?;
+        let mut decoder = Decoder::new(chain, head.clone(), sampler, task);
+        'text: loop {
+            let step = decoder.next().await?;
+            if step.is_empty() {
+                break;
+            }
+            for one in step {
+                if !one.is_eos && !on_token(one.token)? {
+                    break 'text;
+                }
             }
         }
-    }
-    let (chain, _, report) = decoder.finish();
-    chain.close().await;
-    Ok(report)
+        let (chain, _, report) = decoder.finish();
+        chain.close().await;
+        Ok(report)
+    })
 }
 
 /// The command: prints the prompt and the text as it comes; with `stats` also the route and the

@@ -2,6 +2,7 @@
 
 mod survey;
 
+use futures::future::BoxFuture;
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
@@ -109,40 +110,45 @@ impl Swarm {
     ///
     /// # Errors
     /// [`SwarmError`] when no peer answers.
-    pub async fn join(config: SwarmConfig) -> Result<Swarm, SwarmError> {
-        if config.initial_peers.is_empty() {
-            return Err(SwarmError::NoPeers);
-        }
-        let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
-            keypair: Keypair::generate_ed25519(),
-            // Nobody is served there: a hole can only be punched from a port that listens.
-            listen: vec![
-                Multiaddr::from(Ipv4Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
-                Multiaddr::from(Ipv6Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
-            ],
-            announce: Vec::new(),
-            initial_peers: config.initial_peers.clone(),
-            kad_server: false,
-            protocols: Vec::new(),
-            traversal: Traversal { nearest: nearest(&config.initial_peers), ..Traversal::CLIENT },
-            startup_timeout: config.startup_timeout,
-            max_upload_bytes_per_s: None,
-            request_memory: P2pConfig::REQUEST_MEMORY,
-        })
-        .await?;
-        let dht = Dht::start(
-            p2p.clone(),
-            DhtConfig {
-                client_mode: true,
+    pub fn join(config: SwarmConfig) -> BoxFuture<'static, Result<Swarm, SwarmError>> {
+        Box::pin(async move {
+            if config.initial_peers.is_empty() {
+                return Err(SwarmError::NoPeers);
+            }
+            let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
+                keypair: Keypair::generate_ed25519(),
+                // Nobody is served there: a hole can only be punched from a port that listens.
+                listen: vec![
+                    Multiaddr::from(Ipv4Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
+                    Multiaddr::from(Ipv6Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
+                ],
+                announce: Vec::new(),
                 initial_peers: config.initial_peers.clone(),
-                num_workers: LOOKUP_WORKERS,
-                strict: false,
-                limits: StorageLimits::default(),
-            },
-        );
-        dht.join().await?;
-        let (config, known, reading) = (Arc::new(config), Arc::default(), Arc::default());
-        Ok(Swarm { config, p2p, dht, known, reading })
+                kad_server: false,
+                protocols: Vec::new(),
+                traversal: Traversal {
+                    nearest: nearest(&config.initial_peers),
+                    ..Traversal::CLIENT
+                },
+                startup_timeout: config.startup_timeout,
+                max_upload_bytes_per_s: None,
+                request_memory: P2pConfig::REQUEST_MEMORY,
+            })
+            .await?;
+            let dht = Dht::start(
+                p2p.clone(),
+                DhtConfig {
+                    client_mode: true,
+                    initial_peers: config.initial_peers.clone(),
+                    num_workers: LOOKUP_WORKERS,
+                    strict: false,
+                    limits: StorageLimits::default(),
+                },
+            );
+            dht.join().await?;
+            let (config, known, reading) = (Arc::new(config), Arc::default(), Arc::default());
+            Ok(Swarm { config, p2p, dht, known, reading })
+        })
     }
 
     /// The same swarm for another model. A route waits at most `patience` for blocks that nobody
@@ -199,24 +205,27 @@ impl Swarm {
     ///
     /// # Errors
     /// [`SwarmError::Dht`].
-    pub async fn refresh(&self) -> Result<(), SwarmError> {
-        let asked_at = Instant::now();
-        let _reading = self.reading.lock().await;
-        if self.known().read_at.is_some_and(|at| at >= asked_at) {
-            // Read by another meanwhile.
-            return Ok(());
-        }
-        let blocks =
-            view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks).await?;
-        let asked = {
-            let mut known = self.known();
-            known.servers = view::spans(&blocks, 0, ServerState::Online);
-            known.all_servers = view::spans(&blocks, 0, ServerState::Joining);
-            known.read_at = Some(Instant::now());
-            known.to_ask(|_| true)
-        };
-        self.survey(asked, 0..self.config.num_blocks).await;
-        Ok(())
+    pub fn refresh(&self) -> BoxFuture<'_, Result<(), SwarmError>> {
+        Box::pin(async move {
+            let asked_at = Instant::now();
+            let _reading = self.reading.lock().await;
+            if self.known().read_at.is_some_and(|at| at >= asked_at) {
+                // Read by another meanwhile.
+                return Ok(());
+            }
+            let blocks =
+                view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks)
+                    .await?;
+            let asked = {
+                let mut known = self.known();
+                known.servers = view::spans(&blocks, 0, ServerState::Online);
+                known.all_servers = view::spans(&blocks, 0, ServerState::Joining);
+                known.read_at = Some(Instant::now());
+                known.to_ask(|_| true)
+            };
+            self.survey(asked, 0..self.config.num_blocks).await;
+            Ok(())
+        })
     }
 
     /// The best route through `blocks` for `purpose`. Reads the records anew when they are old or

@@ -17,7 +17,7 @@ use crate::run::reactor;
 
 /// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as
 /// `--initial_peers`, once the node is part of the swarm; it is the caller who prints.
-pub fn run(config: DhtNodeConfig, ready: impl FnOnce(&[String])) -> ExitReason {
+pub fn run(config: DhtNodeConfig, ready: fn(&[String])) -> ExitReason {
     let runtime = match reactor() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -36,7 +36,7 @@ pub fn run(config: DhtNodeConfig, ready: impl FnOnce(&[String])) -> ExitReason {
     }
 }
 
-async fn serve(config: &DhtNodeConfig, ready: impl FnOnce(&[String])) -> Result<(), Fatal> {
+async fn serve(config: &DhtNodeConfig, ready: fn(&[String])) -> Result<(), Fatal> {
     let listen_for = |kind, name: &str| {
         signal(kind).map_err(|error| Fatal::failed(format!("cannot listen for {name}: {error}")))
     };

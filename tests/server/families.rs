@@ -52,7 +52,7 @@ impl Family {
         let task =
             Continuation { prompt, max_new_tokens: 32, drafts, grammar: None, top_logprobs: None };
         let head = Head::start(model).expect("a thread");
-        let report = decode(&swarm, &head, sampler, task, |_| Ok(true)).await;
+        let report = decode(&swarm, &head, sampler, task, &mut |_| Ok(true)).await;
         swarm.leave().await;
         report.unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }

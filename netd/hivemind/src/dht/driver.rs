@@ -221,23 +221,25 @@ impl Dht {
     ///
     /// # Errors
     /// [`DhtError`]; its text tells an operator what is wrong.
-    pub async fn join(&self) -> Result<(), DhtError> {
-        let connect = |addr: &Multiaddr| {
-            let (p2p, addr) = (self.p2p.clone(), addr.clone());
-            async move { p2p.connect(addr).await.map_err(|error| error.to_string()) }
-        };
-        let (mut peers, mut failures) = (Vec::new(), Vec::new());
-        for outcome in join_all(self.initial_peers.iter().map(connect)).await {
-            match outcome {
-                Ok(peer) if !peers.contains(&peer) => peers.push(peer),
-                Ok(_) => {}
-                Err(failure) => failures.push(failure),
+    pub fn join(&self) -> BoxFuture<'_, Result<(), DhtError>> {
+        Box::pin(async move {
+            let connect = |addr: &Multiaddr| {
+                let (p2p, addr) = (self.p2p.clone(), addr.clone());
+                async move { p2p.connect(addr).await.map_err(|error| error.to_string()) }
+            };
+            let (mut peers, mut failures) = (Vec::new(), Vec::new());
+            for outcome in join_all(self.initial_peers.iter().map(connect)).await {
+                match outcome {
+                    Ok(peer) if !peers.contains(&peer) => peers.push(peer),
+                    Ok(_) => {}
+                    Err(failure) => failures.push(failure),
+                }
             }
-        }
-        if peers.is_empty() && !self.initial_peers.is_empty() {
-            return Err(DhtError::Unreachable(failures.join("; ")));
-        }
-        self.ask(|reply| Command::Join { peers, reply }).await?.map_err(DhtError::from)
+            if peers.is_empty() && !self.initial_peers.is_empty() {
+                return Err(DhtError::Unreachable(failures.join("; ")));
+            }
+            self.ask(|reply| Command::Join { peers, reply }).await?.map_err(DhtError::from)
+        })
     }
 
     /// Reads keys. With `latest`, asks all nodes near each key and unites what they have; otherwise

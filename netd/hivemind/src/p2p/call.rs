@@ -1,5 +1,6 @@
 //! RPCs to peers: unary calls and RPC streams, over streams that the swarm's task opens.
 
+use futures::future::BoxFuture;
 use std::{io::ErrorKind, time::Duration};
 
 use bytes::Bytes;
@@ -28,30 +29,34 @@ impl P2p {
     /// # Errors
     ///
     /// [`CallError`]; `timeout` covers everything from the lookup on.
-    pub async fn call_unary(
+    pub fn call_unary(
         &self,
         peer: PeerId,
         protocol: &'static str,
         data: Bytes,
         timeout: Duration,
-    ) -> Result<Bytes, CallError> {
-        let call_id = uuid::Uuid::new_v4().into_bytes();
-        let request = unary::encode_request(call_id, peer, protocol, data)?;
-        let deadline = Instant::now() + timeout;
-        let _guard = self.calls.begin(peer);
-        let call = async {
-            let mut stream = self.open(peer, protocol).await?;
-            match frame::write_bytes(&mut stream, &request).await {
-                Err(error) if error.kind() == ErrorKind::TimedOut => return Err(CallError::Closed),
-                // A peer that rejected the protocol takes no request; its answer says so.
-                _ => {}
-            }
-            // Our direction stays open until the answer is here: closing it would cancel the call.
-            let answer = unary::read_response(&mut stream, call_id, protocol).await;
-            drop(serve::close(&mut stream).await);
-            answer
-        };
-        timeout_at(deadline, call).await.map_err(|_| CallError::Timeout(timeout))?
+    ) -> BoxFuture<'_, Result<Bytes, CallError>> {
+        Box::pin(async move {
+            let call_id = uuid::Uuid::new_v4().into_bytes();
+            let request = unary::encode_request(call_id, peer, protocol, data)?;
+            let deadline = Instant::now() + timeout;
+            let _guard = self.calls.begin(peer);
+            let call = async {
+                let mut stream = self.open(peer, protocol).await?;
+                match frame::write_bytes(&mut stream, &request).await {
+                    Err(error) if error.kind() == ErrorKind::TimedOut => {
+                        return Err(CallError::Closed);
+                    }
+                    // A peer that rejected the protocol takes no request; its answer says so.
+                    _ => {}
+                }
+                // Our direction stays open until the answer is here: closing it would cancel the call.
+                let answer = unary::read_response(&mut stream, call_id, protocol).await;
+                drop(serve::close(&mut stream).await);
+                answer
+            };
+            timeout_at(deadline, call).await.map_err(|_| CallError::Timeout(timeout))?
+        })
     }
 
     /// Opens an RPC stream to a peer, which is looked up by its id and dialled if need be. The name of

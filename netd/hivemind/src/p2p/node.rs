@@ -2,6 +2,7 @@
 
 use std::{collections::HashSet, net::TcpListener, sync::Arc};
 
+use futures::future::{BoxFuture, FutureExt};
 use libp2p::{Multiaddr, PeerId, Swarm, core::transport::ListenerId};
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -48,8 +49,10 @@ impl P2p {
     /// # Errors
     ///
     /// [`P2pError`]; its text tells an operator what to do.
-    pub async fn start(config: P2pConfig) -> Result<(Self, mpsc::Receiver<Inbound>), P2pError> {
-        Self::start_with(config, Places::DEFAULT).await
+    pub fn start(
+        config: P2pConfig,
+    ) -> BoxFuture<'static, Result<(Self, mpsc::Receiver<Inbound>), P2pError>> {
+        Box::pin(Self::start_with(config, Places::DEFAULT))
     }
 
     /// The same with so many places for connections.
@@ -99,7 +102,7 @@ impl P2p {
                 traffic: Arc::clone(&traffic),
             },
         );
-        tokio::spawn(driver.run());
+        tokio::spawn(driver.run().boxed());
         let node = Self {
             peer_id,
             commands,
