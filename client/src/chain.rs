@@ -2,9 +2,9 @@
 //! routed anew, and the new servers are given the whole history of its inputs as one long first
 //! step, so that the text goes on as if nothing had happened.
 
-use futures::future::BoxFuture;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use hivemind::p2p::PeerId;
 use hivemind::wire::metadata::NextServer;
 

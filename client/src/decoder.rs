@@ -1,8 +1,9 @@
 //! A text that grows step by step over a session of a chain. Guesses change how many steps it takes, and
 //! no token.
 
-use futures::future::BoxFuture;
 use std::time::Instant;
+
+use futures::future::BoxFuture;
 
 use crate::chain::{Chain, ChainError};
 use crate::drafts::Drafts;

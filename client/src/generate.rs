@@ -1,9 +1,9 @@
 //! `sepal generate`: text from a prompt, computed by the swarm. Embeddings, head and sampling are
 //! local.
 
-use futures::future::BoxFuture;
 use std::io::Write;
 
+use futures::future::BoxFuture;
 use hivemind::p2p::Multiaddr;
 use shared::causes::with_causes;
 use shared::config::GenerateConfig;

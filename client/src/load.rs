@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hivemind::names;
 use hivemind::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
+use hivemind::task;
 use hivemind::wire::messages::{ExpertInfo, ExpertUid};
 use hivemind::wire::rpc_info::{InfoError, RpcInfo};
 use hivemind::wire::uid;
@@ -137,7 +138,7 @@ pub async fn run(config: &LoadConfig) -> Result<LoadReport, LoadError> {
     let tasks: Vec<_> = (0..config.sessions)
         .map(|number| {
             let (p2p, _) = peers[number % peers.len()].clone();
-            tokio::spawn(keep_going(p2p, script.clone(), tally.clone(), until))
+            task::spawn(keep_going(p2p, script.clone(), tally.clone(), until))
         })
         .collect();
     for task in tasks {

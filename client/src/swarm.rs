@@ -2,13 +2,13 @@
 
 mod survey;
 
-use futures::future::BoxFuture;
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::future::BoxFuture;
 use hivemind::dht::driver::{Dht, DhtConfig, DhtError};
 use hivemind::dht::storage::StorageLimits;
 use hivemind::p2p::{

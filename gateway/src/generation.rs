@@ -9,6 +9,7 @@ use client::grammar::Grammar;
 use client::sampling::{Sampler, SamplingError};
 use client::stops::Stops;
 use client::text::{TextError, TextStream};
+use hivemind::task;
 use shared::config::SamplingConfig;
 use tokio::sync::mpsc;
 
@@ -104,7 +105,7 @@ pub enum Piece {
 /// Starts a text; dropping the receiver ends it.
 pub fn start(model: Arc<Model>, ask: Ask) -> mpsc::Receiver<Piece> {
     let (pieces, receiver) = mpsc::channel(QUEUE);
-    tokio::spawn(async move {
+    task::spawn(async move {
         let last = tokio::select! {
             outcome = generate(&model, ask, &pieces) => match outcome {
                 Ok(Some(ended)) => Piece::End(ended),

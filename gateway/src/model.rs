@@ -10,6 +10,7 @@ use client::grammar::{Grammar, GrammarError, Vocabulary};
 use client::head::Head;
 use client::local::{LocalModel, LocalModelError};
 use client::text::{TextCodec, TextError};
+use hivemind::task;
 use serde_json::Value;
 use shared::config::{GatewayConfig, GatewayModel};
 
@@ -212,6 +213,6 @@ impl Model {
 /// after which the session is dropped.
 fn close(sessions: Vec<Chain>) {
     for session in sessions {
-        tokio::spawn(tokio::time::timeout(CLOSE_TIMEOUT, session.close()));
+        task::spawn(tokio::time::timeout(CLOSE_TIMEOUT, session.close()));
     }
 }

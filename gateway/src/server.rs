@@ -10,6 +10,7 @@ use axum::Router;
 use axum_server::Handle;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
+use hivemind::task;
 use hyper_util::rt::TokioTimer;
 use shared::bootstrap::{die_with_parent, hear_sigterm};
 use shared::causes::with_causes;
@@ -88,16 +89,16 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
     let router = api::router(engine.clone(), config)?;
     for view in engine.views() {
         let view = Arc::clone(view);
-        tokio::spawn(async move { view.keep_up().await });
+        task::spawn(async move { view.keep_up().await });
     }
     for model in engine.models() {
         let model = Arc::clone(model);
-        tokio::spawn(async move { model.close_idle().await });
+        task::spawn(async move { model.close_idle().await });
     }
     let handle = Handle::new();
     // From here on a signal ends the gateway in order; whoever reads the next line may send one.
     let signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
-    tokio::spawn(end_at_signal(handle.clone(), signals));
+    task::spawn(end_at_signal(handle.clone(), signals));
     let scheme = if tls.is_some() { "https" } else { "http" };
     println!(
         "The gateway answers at {scheme}://{address}/v1 and shows the swarm at {scheme}://{address}/"

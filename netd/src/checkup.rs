@@ -15,6 +15,7 @@ use hivemind::names;
 use hivemind::p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal, identity,
 };
+use hivemind::task;
 use hivemind::wire::messages::{PingRequest, PingResponse};
 use prost::Message;
 use shared::causes::with_causes;
@@ -78,7 +79,7 @@ async fn observe(config: &NetdConfig) -> Result<SwarmFacts, String> {
         service: no_blocks,
     };
     let (_, no_dht) = watch::channel(None);
-    tokio::spawn(router.run(inbound, join::serve_dht(no_dht)));
+    task::spawn(router.run(inbound, join::serve_dht(no_dht)));
     let facts = ask(&p2p, &settings).await;
     p2p.shutdown().await;
     facts.map(|facts| SwarmFacts { on_other_port, ..facts })

@@ -11,6 +11,7 @@ use hivemind::p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, RELAY_PART_OF_NETWORK,
     Scope, Traversal, UnaryResponder, identity,
 };
+use hivemind::task;
 use shared::causes::with_causes;
 use shared::config::NetdConfig;
 use shared::control::NetdInit;
@@ -212,7 +213,7 @@ pub async fn enter(
         service,
     };
     // Peers call back while this node joins.
-    tokio::spawn(router.run(inbound, serve_dht(dht)));
+    task::spawn(router.run(inbound, serve_dht(dht)));
     let using_relay = settings.check_reachability
         && !settings.initial_peers.is_empty()
         && is_unreachable(&p2p, settings).await?;
@@ -239,7 +240,7 @@ pub(crate) fn serve_dht(
 ) -> impl Fn(PeerId, &'static str, Bytes, UnaryResponder) {
     move |peer, protocol, request, responder| {
         let dht = joined.borrow().clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             let outcome = match dht {
                 Some(dht) => dht.handle_inbound(protocol, peer, request).await,
                 None => Err("RuntimeError('this node is still joining')".to_owned()),

@@ -18,6 +18,7 @@ mod text;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use hivemind::task;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -37,7 +38,7 @@ pub fn start(
         Ok(listener) => {
             info!(addr = ?listener.local_addr().ok(), "serving metrics");
             let pages = Arc::new(text::Pages::new(telemetry, service));
-            tokio::spawn(http::serve(listener, pages));
+            task::spawn(http::serve(listener, pages));
         }
         Err(error) => warn!(%error, "cannot serve metrics"),
     }

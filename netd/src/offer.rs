@@ -5,6 +5,7 @@ mod announced;
 mod choice;
 
 use hivemind::dht::driver::unix_now;
+use hivemind::task;
 use hivemind::wire::records::{ServerInfo, ServerState};
 use shared::block::Span;
 use shared::config::{SpanChoice, Throughput};
@@ -79,14 +80,14 @@ impl Offer {
                 tokio::time::sleep(period).await;
             }
         };
-        tokio::spawn(joining).abort_handle()
+        task::spawn(joining).abort_handle()
     }
 
     /// Takes back the records under the blocks of this offer that `present` does not serve, in the
     /// background.
     pub fn take_back(&self, joined: &Joined, present: Span) -> JoinHandle<()> {
         let under = without(self.span, present);
-        tokio::spawn(announce::take_back(joined.dht.clone(), self.config.clone(), under))
+        task::spawn(announce::take_back(joined.dht.clone(), self.config.clone(), under))
     }
 
     /// Keeps JOINING records alive until the server goes online or ends.
@@ -94,7 +95,7 @@ impl Offer {
         let dht = joined.dht.clone();
         let config = AnnounceConfig { info: self.record(&[]), ..self.config.clone() };
         let (offline, dht_again) = (config.clone(), dht.clone());
-        let joining = tokio::spawn(async move {
+        let joining = task::spawn(async move {
             let status = status(ServerState::Joining, None);
             loop {
                 let items = announce::records(&config, &status, unix_now());

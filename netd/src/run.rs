@@ -25,6 +25,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hivemind::task;
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::config::SpanChoice;
@@ -174,7 +175,7 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     let board = Arc::new(open_board(&init, board)?);
     let telemetry = Arc::new(Telemetry::on(board.clone()));
     let (online, service) = watch::channel(None);
-    tokio::spawn(figures::show(telemetry.clone(), service.clone()));
+    task::spawn(figures::show(telemetry.clone(), service.clone()));
     if let Some(socket) = metrics {
         metrics::start(socket, telemetry.clone(), service.clone());
     }
@@ -295,7 +296,7 @@ async fn beat(board: &BoardWriter) -> Infallible {
 fn watch_coverage(offer: &Offer, facts: &ModelFacts, joined: &Joined, telemetry: &Telemetry) {
     if let (false, Some(board)) = (offer.is_dry_run(), telemetry.board()) {
         let model = (offer.prefix.clone(), facts.num_blocks);
-        tokio::spawn(coverage::keep(joined.dht.clone(), model, board.clone()));
+        task::spawn(coverage::keep(joined.dht.clone(), model, board.clone()));
     }
 }
 
@@ -384,7 +385,7 @@ impl Daemon {
         };
         let standing = Watched::new(&init, &offer);
         if let Some(interval) = init.config.stats_report_interval {
-            tokio::spawn(report(workers.tally().clone(), interval));
+            task::spawn(report(workers.tally().clone(), interval));
         }
         for span in &init.retired {
             // Ends by itself once the records are taken back or have expired.
@@ -398,7 +399,7 @@ impl Daemon {
         let balance = offer.balance(&init);
         if balance.moves(offer.span.block_count()) {
             let shown = present.subscribe();
-            tokio::spawn(rebalance::watch(joined.dht.clone(), balance, shown, wish));
+            task::spawn(rebalance::watch(joined.dht.clone(), balance, shown, wish));
         }
         watch_coverage(&offer, &facts, &joined, &telemetry);
         Ok(Daemon {

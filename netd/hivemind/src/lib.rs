@@ -10,6 +10,7 @@
 //! - [`dht`]: hivemind's DHT
 //! - [`wire`]: messages, msgpack, tensors, metadata and records against our own types
 //! - [`names`]: every RPC's name
+//! - [`task`]: how tasks are started
 //! - [`view`]: who serves which blocks
 //! - [`bounds`]: what peers can make a node hold or do, as data
 //!
@@ -20,5 +21,6 @@ pub mod bounds;
 pub mod dht;
 pub mod names;
 pub mod p2p;
+pub mod task;
 pub mod view;
 pub mod wire;

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use hivemind::task;
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE};
@@ -57,7 +58,7 @@ pub(super) async fn serve(listener: TcpListener, pages: Arc<Pages>) {
             continue;
         };
         let pages = pages.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             let _held = (permit, counted);
             if timeout(CONNECTION_TIMEOUT, connection(stream, pages)).await.is_err() {
                 debug!("connection for metrics took too long");

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use hivemind::dht::driver::Dht;
+use hivemind::task;
 use hivemind::wire::records::ServerState;
 use shared::control::WorkerUp;
 use shared::shm::board::Announcement;
@@ -74,7 +75,7 @@ impl Announced {
         let announcer = Announcer::start(joined.dht.clone(), config, receiver);
         let node = (joined.dht.clone(), joined.p2p.clone());
         let pings = pings::keep(node, offer.neighbourhood(), status.clone());
-        let pings = Some(tokio::spawn(pings).abort_handle());
+        let pings = Some(task::spawn(pings).abort_handle());
         self.phase = Phase::Announcing { status, announcer, pings };
     }
 

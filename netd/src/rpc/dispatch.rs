@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use hivemind::names;
 use hivemind::p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
+use hivemind::task;
 use hivemind::wire::resumption::NOT_SERVING;
 use tokio::sync::{mpsc, watch};
 
@@ -38,11 +39,11 @@ impl Router {
                     if names::is_of_dht(protocol) {
                         dht(peer, protocol, request, responder);
                     } else {
-                        tokio::spawn(self.clone().unary(peer, protocol, request, responder));
+                        task::spawn(self.clone().unary(peer, protocol, request, responder));
                     }
                 }
                 Inbound::Stream { peer, protocol, stream } => {
-                    tokio::spawn(self.clone().stream(peer, protocol, stream));
+                    task::spawn(self.clone().stream(peer, protocol, stream));
                 }
             }
         }

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hivemind::names;
 use hivemind::p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
+use hivemind::task;
 use hivemind::wire::messages::{Compression, ExpertRequest, Tensor};
 use hivemind::wire::metadata::{NextServer, RequestMetadata};
 use hivemind::wire::packing;
@@ -101,7 +102,7 @@ impl Onward {
             let (pushes, queue) = mpsc::channel(MAX_WAITING);
             let (aims, troubles) = (self.aims.clone(), self.troubles.clone());
             let way = Way { p2p: self.p2p.clone(), peer, namer, aims, troubles };
-            tokio::spawn(way.carry(queue));
+            task::spawn(way.carry(queue));
             *hop = Some(NextHop { peer, pushes, count: count + 1 });
         }
     }
@@ -216,7 +217,7 @@ impl Way {
                 push = queue.recv() => {
                     let Some(push) = push else { break };
                     if !send(&mut standing, &push).await {
-                        tokio::spawn(call(p2p.clone(), *peer, push, self.troubles.clone()));
+                        task::spawn(call(p2p.clone(), *peer, push, self.troubles.clone()));
                     }
                 }
             }

@@ -16,6 +16,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use hivemind::task;
 use hivemind::view;
 use shared::block::Span;
 use shared::control::{FromNetd, WorkerUp};
@@ -212,7 +213,7 @@ impl Daemon {
         let (dht, own) = (self.joined.dht.clone(), self.joined.peer_id.clone());
         let (prefix, blocks) = (self.offer.prefix.clone(), self.facts.num_blocks);
         let progress = self.progress.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             let look = view::read_blocks(&dht, &prefix, 0..blocks);
             let harmless = match tokio::time::timeout(LOOK_PATIENCE, look).await {
                 Ok(Ok(view)) => !opens_hole(&view, &own, &without(present, to)),
@@ -315,7 +316,7 @@ impl Daemon {
         let (to, ups, joined) = (self.offer.clone(), self.ups.clone(), self.joined.clone());
         let mut announced = std::mem::replace(&mut self.announced, Announced::none());
         let progress = self.progress.clone();
-        tokio::spawn(async move {
+        task::spawn(async move {
             announced.move_to(&from, &to, &joined, &ups, left).await;
             let done = Progress::Announced(to.span, Box::new(announced));
             let _ = progress.send(done).await;

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use hivemind::dht::driver::Dht;
 use hivemind::p2p::P2p;
+use hivemind::task;
 use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
@@ -110,7 +111,7 @@ impl Daemon {
             self.standing.check = Check::UnderWay;
             let (url, peer_id) = (url.clone(), self.joined.peer_id.clone());
             let progress = self.progress.clone();
-            tokio::spawn(async move {
+            task::spawn(async move {
                 let result = monitor::validate(&url, &peer_id, PATIENCE).await;
                 // Nobody listens when the daemon has ended.
                 let _ = progress.send(Progress::Monitored(result)).await;
@@ -149,7 +150,7 @@ impl Daemon {
         let (p2p, dht) = (self.joined.p2p.clone(), self.joined.dht.clone());
         let progress = self.progress.clone();
         if self.offer.is_dry_run() {
-            tokio::spawn(async move {
+            task::spawn(async move {
                 let rate = match is_given {
                     true => None,
                     false => measured_at_once(&settings, &p2p, &dht).await,
@@ -159,7 +160,7 @@ impl Daemon {
             });
         } else if !is_given {
             let service = self.online.subscribe();
-            tokio::spawn(async move {
+            task::spawn(async move {
                 let is_idle = move || {
                     let service = service.borrow();
                     service.as_ref().is_none_or(|service| service.active() == 0)

@@ -12,6 +12,7 @@
 use hivemind::dht::driver::{Dht, unix_now};
 use hivemind::dht::id::DhtId;
 use hivemind::dht::storage::{Item, Timed};
+use hivemind::task;
 use hivemind::wire::msgpack::Value;
 use hivemind::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
 use hivemind::wire::uid::module_uid;
@@ -150,7 +151,7 @@ impl Announcer {
     #[must_use]
     pub fn start(dht: Dht, config: AnnounceConfig, status: watch::Receiver<ServerStatus>) -> Self {
         let (announced_sender, announced) = watch::channel(None);
-        let task = tokio::spawn(run(dht, config, status, announced_sender));
+        let task = task::spawn(run(dht, config, status, announced_sender));
         Self { task, announced }
     }
 

@@ -16,6 +16,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use hivemind::task;
 use shared::block::Span;
 use shared::control::{DeathCause, WorkerUp};
 use shared::ids::{Generation, JobId, WorkerId};
@@ -266,7 +267,7 @@ impl Link {
         let bell = {
             let mut state = self.lock();
             // The task finds the end only after this lock is released.
-            let task = tokio::spawn(self.clone().completions(identity.worker_generation, bell));
+            let task = task::spawn(self.clone().completions(identity.worker_generation, bell));
             let end = RingEnds {
                 identity,
                 submissions,

@@ -17,6 +17,7 @@ use super::routing::Contact;
 use super::storage::{Item, StorageLimits, Stored};
 use crate::names::{DHT_FIND, DHT_PING, DHT_STORE};
 use crate::p2p::{CallError, P2p, ProtocolKind, ProtocolSpec};
+use crate::task;
 use crate::wire::fields;
 use crate::wire::messages::{FindRequest, NodeInfo, PingRequest, StoreRequest};
 use bytes::Bytes;
@@ -204,7 +205,7 @@ impl Dht {
             counts: Arc::default(),
         };
         let counts = driver.counts.clone();
-        tokio::spawn(driver.run(queue));
+        task::spawn(driver.run(queue));
         let initial_peers = config.initial_peers.into();
         Self { commands, p2p, node_info, initial_peers, rejoined, counts }
     }

@@ -1,9 +1,9 @@
 //! RPCs to peers: unary calls and RPC streams, over streams that the swarm's task opens.
 
-use futures::future::BoxFuture;
 use std::{io::ErrorKind, time::Duration};
 
 use bytes::Bytes;
+use futures::future::BoxFuture;
 use libp2p::PeerId;
 use tokio::{
     sync::oneshot,
@@ -21,6 +21,7 @@ use super::{
     traffic::Stream,
     unary,
 };
+use crate::task;
 
 impl P2p {
     /// Calls a unary RPC of a peer and waits for its answer. The peer is looked up by its id and
@@ -171,7 +172,7 @@ impl RpcStream {
     pub async fn close(self) {
         let mut stream = self.frames.into_inner();
         if serve::close(&mut stream).await.is_ok() {
-            tokio::spawn(async move { serve::linger_for(&mut stream, LINGER_TIMEOUT).await });
+            task::spawn(async move { serve::linger_for(&mut stream, LINGER_TIMEOUT).await });
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashSet, net::TcpListener, sync::Arc};
 
-use futures::future::{BoxFuture, FutureExt};
+use futures::future::BoxFuture;
 use libp2p::{Multiaddr, PeerId, Swarm, core::transport::ListenerId};
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -26,6 +26,7 @@ use super::{
     serve::Inbound,
     traffic::{Traffic, TrafficFigures},
 };
+use crate::task;
 
 /// A running node. Clones are handles of the same node, which ends when all are dropped.
 #[derive(Clone, Debug)]
@@ -102,7 +103,7 @@ impl P2p {
                 traffic: Arc::clone(&traffic),
             },
         );
-        tokio::spawn(driver.run().boxed());
+        task::spawn(driver.run());
         let node = Self {
             peer_id,
             commands,

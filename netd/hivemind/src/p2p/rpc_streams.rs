@@ -39,6 +39,7 @@ use super::{
     serve::{self, Inbound},
     traffic::{Path, Stream as Counted, Traffic},
 };
+use crate::task;
 
 /// Asks a connection for a stream. A dropped `reply` means that the connection closed meanwhile.
 pub(super) struct OpenStream {
@@ -250,7 +251,7 @@ impl Handler {
             Some((kind, permit)) => {
                 let stream = Counted::counted(stream, Arc::clone(&self.path));
                 let task = serve::accept(kind, peer, name, stream, permit, self.inbound.clone());
-                tokio::spawn(task);
+                task::spawn(task);
             }
             None => debug!(%peer, protocol = name, "too many streams, refusing one"),
         }

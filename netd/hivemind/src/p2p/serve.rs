@@ -29,6 +29,7 @@ use super::{
     traffic::Stream,
     unary::{self, UnaryError},
 };
+use crate::task;
 
 /// An RPC from a peer.
 #[derive(Debug)]
@@ -236,7 +237,7 @@ impl InboundWriter {
         if reader.has_ended() {
             return self.close(reader).await;
         }
-        tokio::spawn(async move {
+        task::spawn(async move {
             drop(timeout(CALLER_END_TIMEOUT, drain_requests(&mut reader)).await);
             self.close(reader).await;
         });
@@ -268,7 +269,7 @@ pub(super) async fn close<W: AsyncWrite + Unpin>(stream: &mut W) -> std::io::Res
 
 /// Keeps a closed stream until the peer has closed it too, in a task of its own.
 fn linger(mut stream: Stream, permit: Permit) {
-    tokio::spawn(async move {
+    task::spawn(async move {
         linger_for(&mut stream, LINGER_TIMEOUT).await;
         drop(permit);
     });

@@ -24,6 +24,8 @@ use futures::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::task;
+
 pub(super) use pacer::Share;
 use pacer::{Grant, Pacer, Ticket};
 
@@ -60,7 +62,7 @@ impl UploadLimit {
         let state = Waiters { pacer, wakers: HashMap::new(), served: HashMap::new() };
         let changed = Arc::new(Notify::new());
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: changed.clone() });
-        tokio::spawn(serve(Arc::downgrade(&shared), changed));
+        task::spawn(serve(Arc::downgrade(&shared), changed));
         UploadLimit(shared)
     }
 }
