@@ -153,11 +153,12 @@ def carry(stack, tool, hosts, delay_ms, log):
 
 def built(*names, is_release=True):
     """Paths of programs of the package lab, built."""
-    # With `sepal`, dependencies have the features that they have in other release builds. The executable of a debug build is that of the
-    # tests, which has emulated devices.
-    others = ["-p", "sepal", "--bin", "sepal", "--release"] if is_release else []
-    flags = [word for name in names for word in ("--bin", name)]
-    subprocess.run(["cargo", "build", "--locked", "-p", "lab", *flags, *others], cwd=ROOT, check=True)
+    # Dependencies have the features that they have in other builds: of a release build with `sepal`, of a debug build those of the tests.
+    if is_release:
+        chosen = ["build", "--release", "-p", "lab", "-p", "sepal", "--bin", "sepal", *(word for name in names for word in ("--bin", name))]
+    else:
+        chosen = ["test", "--workspace", "--test", "usage", "--no-run"]
+    subprocess.run(["cargo", *chosen, "--locked"], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target"))
     folder = os.path.join(target, "release" if is_release else "debug")
     return [os.path.join(folder, name) for name in names]
