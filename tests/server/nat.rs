@@ -335,7 +335,7 @@ fn a_router_that_forwards_a_port_when_asked_makes_the_server_reachable() {
     let mut router = Command::new(program)
         .args(rest)
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "obliging_router", "--ignored", "--nocapture"])
+        .args(["--exact", "nat::obliging_router", "--ignored", "--nocapture"])
         .env("SEPAL_NAT_ROUTER", "nat1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
