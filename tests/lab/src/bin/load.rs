@@ -1,7 +1,9 @@
 //! Sessions on one server, over the real protocol, and what they measured:
 //!
-//!     cargo run --release -p lab --bin load -- ADDRESS PREFIX START:END
-//! [SESSIONS[xPEERS]]... [--seconds N] [--prompt N] [--steps N]
+//! ```text
+//! cargo run --release -p lab --bin load -- ADDRESS PREFIX START:END
+//!     [SESSIONS[xPEERS]]... [--seconds N] [--prompt N] [--steps N]
+//! ```
 //!
 //! One line for each number of sessions, in order; several lines of one run are what one compares.
 //! Works against any server that speaks Petals' protocol. Ends with 1 if anything failed.
