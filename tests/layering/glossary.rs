@@ -35,17 +35,41 @@ impl Retired {
     }
 
     /// Whether a file uses the word.
-    pub fn is_used_in(&self, source: &Source) -> bool {
+    pub fn is_used_in(&self, file: &Names<'_>) -> bool {
         if let Some(ending) = self.0.strip_prefix('*') {
-            let in_kernels = source.path.starts_with("kernels/");
-            let stem = source.path.rsplit('/').next().and_then(|file| file.split('.').next());
-            let mut names = words(&source.code).chain(stem);
-            return in_kernels && names.any(|name| name.ends_with(ending));
+            return file.is_of_kernels && file.names.iter().any(|name| name.ends_with(ending));
         }
         if self.0.starts_with(char::is_uppercase) {
-            return type_names(&source.code).any(|name| name == self.0);
+            return file.types.contains(self.word());
         }
-        words(&source.code).any(|name| words_of(name).contains(&self.0))
+        file.words.contains(self.word())
+    }
+}
+
+/// What a file names, each once.
+pub struct Names<'s> {
+    /// Its path.
+    pub path: &'s str,
+    is_of_kernels: bool,
+    /// Identifiers, keywords, and the file's own name.
+    names: BTreeSet<&'s str>,
+    types: BTreeSet<&'s str>,
+    /// The words that names consist of.
+    words: BTreeSet<String>,
+}
+
+impl<'s> Names<'s> {
+    /// The names of a file.
+    pub fn of(source: &'s Source) -> Names<'s> {
+        let in_code: BTreeSet<&str> = words(&source.code).collect();
+        let stem = source.path.rsplit('/').next().and_then(|file| file.split('.').next());
+        Names {
+            path: &source.path,
+            is_of_kernels: source.path.starts_with("kernels/"),
+            types: type_names(&source.code).collect(),
+            words: in_code.iter().flat_map(|name| words_of(name)).collect(),
+            names: in_code.into_iter().chain(stem).collect(),
+        }
     }
 }
 
@@ -74,13 +98,13 @@ fn words_of(name: &str) -> Vec<String> {
 #[test]
 fn a_retired_word_is_found_in_names_of_its_kind() {
     let source = Source::new;
-    let uses = |word: &str, code: &str| Retired(word.into()).is_used_in(&source("a.rs", code));
+    let in_file = |word: &str, file: &Source| Retired(word.into()).is_used_in(&Names::of(file));
+    let uses = |word: &str, code: &str| in_file(word, &source("a.rs", code));
     assert!(uses("State", "pub struct State<T> {}") && uses("Part", "type Part = u8;"));
     assert!(!uses("State", "struct ChildState; use other::State;"));
     assert!(uses("turn", "fn take_turn()") && uses("turn", "TurnQueue") && uses("turn", "TURN"));
     assert!(!uses("turn", "return returned turns"));
     let kernel = source("kernels/src/ops/linear.rs", "fn linear_few() { v.any() }");
-    assert!(Retired("*_few".into()).is_used_in(&kernel));
-    assert!(!Retired("*_any".into()).is_used_in(&kernel));
+    assert!(in_file("*_few", &kernel) && !in_file("*_any", &kernel));
     assert!(!uses("*_few", "fn linear_few()"));
 }

@@ -14,6 +14,7 @@ mod workspace;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
+use glossary::Names;
 use source::{Source, cuda_sources, read, relative, sources, strip, words};
 use workspace::Workspace;
 
@@ -324,12 +325,13 @@ fn modules_beside_each_other_do_not_import_each_other_in_a_circle() {
 #[test]
 fn no_name_uses_a_word_that_the_glossary_retires() {
     let (retired, sources) = (glossary::retired(), [sources(), cuda_sources()].concat());
+    let sources: Vec<Names> = sources.iter().map(Names::of).collect();
     let listed = |word: &str| RETIRED_IN.iter().find(|(w, _)| *w == word).map_or(&[][..], |w| w.1);
     let mut offenders = Vec::new();
     for word in &retired {
         let exceptions = listed(word.word());
         let files: Vec<&str> =
-            sources.iter().filter(|s| word.is_used_in(s)).map(|s| s.path.as_str()).collect();
+            sources.iter().filter(|s| word.is_used_in(s)).map(|s| s.path).collect();
         let is_listed = |file: &&str| exceptions.iter().any(|start| file.starts_with(start));
         let new = files.iter().filter(|file| !is_listed(file));
         offenders.extend(new.map(|file| (word.word(), *file)));

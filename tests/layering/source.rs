@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 /// A file of Rust or CUDA.
 #[derive(Clone)]
@@ -16,11 +17,11 @@ pub struct Source {
     pub lines_without_tests: usize,
 }
 
-/// Every Rust file of the repository.
+/// Every Rust file of the repository, read once.
 pub fn sources() -> Vec<Source> {
-    let found = files_of(&["rs"]);
-    assert!(found.len() > 100, "the sources were found");
-    found
+    static FOUND: LazyLock<Vec<Source>> = LazyLock::new(|| files_of(&["rs"]));
+    assert!(FOUND.len() > 100, "the sources were found");
+    FOUND.clone()
 }
 
 /// Every file of kernels and of their emulator.

@@ -1,4 +1,4 @@
-//! Ten real nodes of the DHT on loopback, of which one after the other leaves and is replaced,
+//! Seven real nodes of the DHT on loopback, of which one after the other leaves and is replaced,
 //! while servers keep their records alive and readers read them. `tests/soak churn` runs the same
 //! with twenty nodes for ten minutes, alone in its process, whose memory and descriptors must stay flat then.
 
@@ -17,7 +17,7 @@ use crate::harness::DEADLINE;
 
 /// Nodes and blocks of the long form, and of the short one.
 const LONG: (usize, usize) = (20, 24);
-const SHORT: (usize, usize) = (10, 8);
+const SHORT: (usize, usize) = (7, 4);
 /// Each renews its records once while so many nodes are replaced: fewer than keep a record.
 const SERVERS: usize = 4;
 /// Nothing expires meanwhile: records are lost with the nodes that keep them, or not at all.

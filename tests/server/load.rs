@@ -14,9 +14,9 @@ const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";
 /// Load goes on in rounds of so long until it has done its steps.
 const ROUND: Duration = Duration::from_secs(1);
 /// Steps of all sessions before memory counts: every thread, page and buffer is touched once.
-const WARM_UP_STEPS: u64 = 1500;
+const WARM_UP_STEPS: u64 = 800;
 /// Steps of the short form after that.
-const STEPS: u64 = 1500;
+const STEPS: u64 = 800;
 /// Memory may still grow by this much after that: allocators keep what threads gave back, about 55
 /// MB in all.
 const SLACK_BYTES: u64 = 48 << 20;

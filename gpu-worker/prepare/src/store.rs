@@ -273,21 +273,27 @@ fn converted(
     dtype: DType,
     mut each: impl FnMut(&[u8]) -> Result<(), PrepareError>,
 ) -> Result<(), PrepareError> {
-    let (mut values, mut bytes) = (Vec::new(), Vec::new());
+    let most = piece_bytes(tensor) / tensor.dtype.size_bytes();
+    let (mut values, mut bytes) = (vec![0.0; most], vec![0; most * dtype.size_bytes()]);
     read_pieces(tensor, |piece| {
         let elements = piece.len() / tensor.dtype.size_bytes();
-        values.resize(elements, 0.0);
-        bytes.resize(elements * dtype.size_bytes(), 0);
-        convert::to_f32(tensor.dtype, piece, &mut values);
-        convert::from_f32(dtype, &values, &mut bytes);
-        if !all_finite(dtype, &bytes) {
+        let (values, bytes) =
+            (&mut values[..elements], &mut bytes[..elements * dtype.size_bytes()]);
+        convert::to_f32(tensor.dtype, piece, values);
+        convert::from_f32(dtype, values, bytes);
+        if !convert::all_finite(dtype, bytes) {
             let reason = format!(
                 "holds numbers that do not fit {dtype}; serve it in another type (--torch_dtype)"
             );
             return Err(PrepareError::bad_tensor(tensor.shown, tensor.full_name, reason));
         }
-        each(&bytes)
+        each(bytes)
     })
+}
+
+/// Bytes of the largest piece of `tensor`.
+fn piece_bytes(tensor: &SourceTensor<'_>) -> usize {
+    PIECE_BYTES.min(usize::try_from(tensor.len).unwrap_or(PIECE_BYTES))
 }
 
 /// Reads the data of `tensor` piece by piece and refuses numbers that are none.
@@ -297,7 +303,7 @@ fn read_pieces(
 ) -> Result<(), PrepareError> {
     use std::os::unix::fs::FileExt;
     let path = tensor.shown;
-    let mut piece = vec![0; PIECE_BYTES.min(usize::try_from(tensor.len).unwrap_or(PIECE_BYTES))];
+    let mut piece = vec![0; piece_bytes(tensor)];
     let mut at = 0;
     while at < tensor.len {
         let length = (tensor.len - at).min(PIECE_BYTES as u64) as usize;
@@ -306,7 +312,7 @@ fn read_pieces(
             .source
             .read_exact_at(piece, tensor.offset + at)
             .map_err(|e| PrepareError::read(path, e))?;
-        if !all_finite(tensor.dtype, piece) {
+        if !convert::all_finite(tensor.dtype, piece) {
             let reason =
                 "holds NaN or infinite numbers; the checkpoint is damaged, download it again";
             return Err(PrepareError::bad_tensor(path, tensor.full_name, reason));
@@ -315,19 +321,6 @@ fn read_pieces(
         at += length as u64;
     }
     Ok(())
-}
-
-/// Whether no element has the exponent of NaN and infinity.
-fn all_finite(dtype: DType, bytes: &[u8]) -> bool {
-    let half =
-        |mask: u16| bytes.chunks_exact(2).all(|b| u16::from_le_bytes([b[0], b[1]]) & mask != mask);
-    match dtype {
-        DType::F32 => {
-            bytes.chunks_exact(4).all(|b| u16::from_le_bytes([b[2], b[3]]) & 0x7f80 != 0x7f80)
-        }
-        DType::Bf16 => half(0x7f80),
-        DType::F16 => half(0x7c00),
-    }
 }
 
 /// What a file for `block` is made from, as text.

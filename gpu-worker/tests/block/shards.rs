@@ -24,7 +24,7 @@ use runner::{Results, Runner};
 /// Values of an exchange buffer: fewer than most messages have, so that they cross in pieces.
 const EXCHANGE_VALUES: usize = 700;
 /// Capacities of the ranks: equal ones, and a rank of three times the other.
-const RANKS: [&[f64]; 4] = [&[1.0; 2], &[1.0; 3], &[1.0; 4], &[3.0, 1.0]];
+static RANKS: [&[f64]; 4] = [&[1.0; 2], &[1.0; 3], &[1.0; 4], &[3.0, 1.0]];
 const QUANTS: [QuantType; 3] = [QuantType::None, QuantType::Int8, QuantType::Nf4];
 
 /// Most that half precision may be off: what the golden tests allow beside transformers.
@@ -153,55 +153,88 @@ fn compare(model: &Model, capacities: &[f64], whole: &Whole) -> Result<(), Strin
     Ok(())
 }
 
-#[test]
-fn shards_of_every_family_and_format_give_what_the_whole_block_gives() {
-    for name in names("blocks", 34) {
-        for quant in QUANTS {
-            let model = Model::new(&name, &[], quant);
-            let whole = model.whole();
-            for capacities in RANKS {
-                let (heads, ranks) = (model.spec.heads, capacities.len());
-                let refused = format!(
-                    "{heads} query heads cannot be shared by {ranks} ranks: each needs at least one"
-                );
-                let wanted = if heads < ranks { Err(refused) } else { Ok(()) };
-                assert_eq!(compare(&model, capacities, &whole), wanted, "{}", model.name);
-            }
+/// Which cuts the model of this number is tried with.
+type Cuts = fn(usize) -> &'static [&'static [f64]];
+
+fn one_by_number(model: usize) -> &'static [&'static [f64]] {
+    let cut = model % RANKS.len();
+    &RANKS[cut..=cut]
+}
+
+fn every_one(_: usize) -> &'static [&'static [f64]] {
+    &RANKS
+}
+
+fn families(cuts: Cuts) {
+    let names = names("blocks", 34);
+    let models = names.iter().flat_map(|name| QUANTS.map(|quant| (name, quant)));
+    for (number, (name, quant)) in models.enumerate() {
+        let model = Model::new(name, &[], quant);
+        let whole = model.whole();
+        for capacities in cuts(number) {
+            let (heads, ranks) = (model.spec.heads, capacities.len());
+            let refused = format!(
+                "{heads} query heads cannot be shared by {ranks} ranks: each needs at least one"
+            );
+            let wanted = if heads < ranks { Err(refused) } else { Ok(()) };
+            assert_eq!(compare(&model, capacities, &whole), wanted, "{}", model.name);
         }
     }
 }
 
-#[test]
-fn adapters_are_cut_with_their_matrices() {
-    for name in names("adapters", 14) {
-        for quant in [QuantType::None, QuantType::Nf4] {
-            let model = Model::new(name.split('.').next().unwrap(), &[&name], quant);
-            let whole = model.whole();
-            for capacities in RANKS.into_iter().filter(|ranks| ranks.len() <= model.spec.heads) {
-                assert_eq!(compare(&model, capacities, &whole), Ok(()), "{}", model.name);
-            }
+fn adapters(cuts: Cuts) {
+    let names = names("adapters", 14);
+    let models =
+        names.iter().flat_map(|name| [QuantType::None, QuantType::Nf4].map(|quant| (name, quant)));
+    for (number, (name, quant)) in models.enumerate() {
+        let model = Model::new(name.split('.').next().unwrap(), &[name], quant);
+        let whole = model.whole();
+        for capacities in cuts(number).iter().filter(|ranks| ranks.len() <= model.spec.heads) {
+            assert_eq!(compare(&model, capacities, &whole), Ok(()), "{}", model.name);
         }
     }
 }
 
-#[test]
-fn cuts_at_multiples_of_64_take_the_fast_paths_to_the_same_results() {
-    for (name, dtype) in [
+fn cuts_at_multiples_of_64(cuts: Cuts) {
+    let models = [
         ("llama", DType::F32),
         ("llama", DType::Bf16),
         ("mixtral", DType::Bf16),
         ("falcon-7b", DType::Bf16),
         ("bloom", DType::F32),
-    ] {
-        for quant in QUANTS {
-            let model = Model::wide(name, dtype, quant);
-            let whole = model.whole();
-            for capacities in RANKS {
-                let shares = Shares::by_capacity(&model.spec, capacities).unwrap();
-                let shards = shares.shards(&model.spec).unwrap();
-                assert!(!shards.iter().any(Shard::is_slow), "{} by {capacities:?}", model.name);
-                assert_eq!(compare(&model, capacities, &whole), Ok(()), "{}", model.name);
-            }
+    ];
+    let models = models.iter().flat_map(|model| QUANTS.map(|quant| (model, quant)));
+    for (number, ((name, dtype), quant)) in models.enumerate() {
+        let model = Model::wide(name, *dtype, quant);
+        let whole = model.whole();
+        for capacities in cuts(number) {
+            let shares = Shares::by_capacity(&model.spec, capacities).unwrap();
+            let shards = shares.shards(&model.spec).unwrap();
+            assert!(!shards.iter().any(Shard::is_slow), "{} by {capacities:?}", model.name);
+            assert_eq!(compare(&model, capacities, &whole), Ok(()), "{}", model.name);
         }
     }
+}
+
+#[test]
+fn shards_of_every_family_and_format_give_what_the_whole_block_gives() {
+    families(one_by_number);
+}
+
+#[test]
+fn adapters_are_cut_with_their_matrices() {
+    adapters(one_by_number);
+}
+
+#[test]
+fn cuts_at_multiples_of_64_take_the_fast_paths_to_the_same_results() {
+    cuts_at_multiples_of_64(one_by_number);
+}
+
+#[test]
+#[ignore = "every cut of every model: .ci/long emulator"]
+fn every_cut_of_every_model() {
+    families(every_one);
+    adapters(every_one);
+    cuts_at_multiples_of_64(every_one);
 }

@@ -1,13 +1,44 @@
 //! Inputs of cases: the same in every run.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
+
 use super::slices::Slice;
 use super::*;
 
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 pub(super) const FORMATS: [QuantType; 3] = [QuantType::None, QuantType::Int8, QuantType::Nf4];
 
+/// How many of the last calls of [`noise`] are remembered, and the most values of one.
+const REMEMBERED: (usize, usize) = (8, 1 << 22);
+
+thread_local! {
+    /// Seeds with what [`noise`] made of them, the last one first.
+    static MADE: RefCell<VecDeque<(u64, Vec<f32>)>> = const { RefCell::new(VecDeque::new()) };
+}
+
 /// Reproducible values in -1..1.
 pub(super) fn noise(seed: u64, len: usize) -> Vec<f32> {
+    part_of_noise(seed, len, 0..len)
+}
+
+/// Some of `len` values of noise. A case asks for the same ones again and again, for every device and
+/// every range of rows.
+fn part_of_noise(seed: u64, len: usize, part: Range<usize>) -> Vec<f32> {
+    let (calls, most) = REMEMBERED;
+    if len > most {
+        return generated(seed, len)[part].to_vec();
+    }
+    MADE.with_borrow_mut(|made| {
+        let known = made.iter().position(|(of, values)| *of == seed && values.len() >= len);
+        let found = known.and_then(|at| made.remove(at));
+        made.push_front(found.unwrap_or_else(|| (seed, generated(seed, len))));
+        made.truncate(calls);
+        made[0].1[part].to_vec()
+    })
+}
+
+fn generated(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = move || {
         state ^= state << 13;
@@ -20,7 +51,7 @@ pub(super) fn noise(seed: u64, len: usize) -> Vec<f32> {
 
 /// Some rows of `all` rows of noise.
 pub(super) fn rows_of(seed: u64, all: usize, width: usize, rows: &Range<usize>) -> Vec<f32> {
-    noise(seed, all * width)[rows.start * width..rows.end * width].to_vec()
+    part_of_noise(seed, all * width, rows.start * width..rows.end * width)
 }
 
 /// `values` as `quant` stores a matrix of `inputs` columns, to be computed with in `dtype`.

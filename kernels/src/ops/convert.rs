@@ -68,6 +68,23 @@ pub(crate) fn narrow(dtype: DType, values: &[f32], bytes: &mut [u8]) {
     }
 }
 
+/// Whether no element of `dtype` has the exponent of NaN and infinity.
+pub fn all_finite(dtype: DType, bytes: &[u8]) -> bool {
+    // In blocks without an early end, which become vector code.
+    let none = |mask: u16, size: usize| {
+        bytes.chunks(4096).all(|block| {
+            let upper =
+                block.chunks_exact(size).map(|b| u16::from_le_bytes([b[size - 2], b[size - 1]]));
+            !upper.fold(false, |found, bits| found | (bits & mask == mask))
+        })
+    };
+    match dtype {
+        DType::F32 => none(0x7f80, 4),
+        DType::Bf16 => none(0x7f80, 2),
+        DType::F16 => none(0x7c00, 2),
+    }
+}
+
 /// `values` as an owned f32 vector.
 pub fn to_vec(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![0.0; bytes.len() / dtype.size_bytes()];
@@ -210,6 +227,26 @@ mod tests {
         }
         for value in [65519.99, 65520.0, 1e30, f32::INFINITY, 2.9e-8, 2.98e-8, 1e-40, -0.0] {
             assert_eq!(f16_bits(value), f16::from_f32(value).to_bits(), "{value:e}");
+        }
+    }
+
+    #[test]
+    fn one_number_that_is_none_is_found_wherever_it_is() {
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            let mut values = vec![-65504.0; 5000];
+            let is_finite = |values: &[f32]| {
+                let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+                from_f32(dtype, values, &mut bytes);
+                all_finite(dtype, &bytes)
+            };
+            assert!(is_finite(&values), "{dtype}");
+            for at in [0, 1023, 1024, 2047, 2048, 4999] {
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    let good = std::mem::replace(&mut values[at], bad);
+                    assert!(!is_finite(&values), "{dtype}: {bad} at {at}");
+                    values[at] = good;
+                }
+            }
         }
     }
 
