@@ -343,8 +343,13 @@ impl Sepal {
 
 impl Drop for Sepal {
     fn drop(&mut self) {
+        let children = children_of(self.pid());
         let _ = self.process.kill();
         let _ = self.process.wait();
+        // One that was stopped before it had asked to die with its parent looks at who that is.
+        for child in children {
+            let _ = kill(child, Signal::SIGCONT);
+        }
         // The children die with their parent, but not at once: they hold the log open until they
         // are gone, and may write to the folder that is removed next.
         let end = Instant::now() + DEADLINE;

@@ -142,7 +142,7 @@ async fn a_netd_stopped_while_idle() {
 
 fn a_prepare_stopped_while_it_waits_for_its_blocks() {
     // A first peer that never answers, so that prepare waits for netd. Each netd is stopped once it dials
-    // that peer: after 10 s it would give up.
+    // that peer, after 10 s it would give up; not before, when it would outlive its parent.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = silent.local_addr().unwrap().port();
     let peer =
@@ -160,13 +160,19 @@ fn a_prepare_stopped_while_it_waits_for_its_blocks() {
     };
     sepal.wait_line("ready child=prepare", 1);
     let prepare = wait_for("prepare", || stopped("sepal: prepare"));
+    let mut generation = 1;
     wait_for("another prepare that has looked at the model", || {
         let log = sepal.log();
-        let count = |text: &str| log.matches(text).count();
-        if count("driver: listening") == count("starting child=netd") {
-            stopped("sepal: netd");
+        let started = format!("starting child=netd generation={generation} pid=");
+        let started = log.split_once(&started).and_then(|(_, rest)| rest.split_whitespace().next());
+        let is_there =
+            log.contains(&format!("netd #{generation} hivemind::p2p::driver: listening"));
+        if let Some(pid) = started.filter(|_| is_there) {
+            kill(Pid::from_raw(pid.parse().expect("a number")), Signal::SIGSTOP)
+                .expect("it is there");
+            generation += 1;
         }
-        (count("model inspected") == 2).then_some(())
+        (log.matches("model inspected").count() == 2).then_some(())
     });
     assert_hung(&sepal, "prepare");
     assert!(!alive(prepare));
