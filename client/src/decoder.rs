@@ -137,7 +137,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`DecodeError`]; the session is of no use afterwards.
-    pub fn next(&mut self) -> BoxFuture<'_, Result<Vec<Chosen>, DecodeError>> {
+    pub fn step(&mut self) -> BoxFuture<'_, Result<Vec<Chosen>, DecodeError>> {
         Box::pin(async move {
             let mut chosen = Vec::new();
             if self.is_over {

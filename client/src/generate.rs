@@ -154,7 +154,7 @@ pub fn decode<'a>(
         let chain = Chain::open(swarm, prompt.saturating_add(task.max_new_tokens)).await?;
         let mut decoder = Decoder::new(chain, head.clone(), sampler, task);
         'text: loop {
-            let step = decoder.next().await?;
+            let step = decoder.step().await?;
             if step.is_empty() {
                 break;
             }

@@ -141,7 +141,7 @@ async fn generate(
     let mut stops = Stops::new(&ask.stop);
     let (mut finish, mut completion_tokens) = (Finish::Length, 0);
     'text: loop {
-        let step = decoder.next().await?;
+        let step = decoder.step().await?;
         if step.is_empty() {
             break;
         }
