@@ -145,7 +145,7 @@ impl Swarm {
                     limits: StorageLimits::default(),
                 },
             );
-            dht.join().await?;
+            dht.join(config.startup_timeout).await?;
             let (config, known, reading) = (Arc::new(config), Arc::default(), Arc::default());
             Ok(Swarm { config, p2p, dht, known, reading })
         })

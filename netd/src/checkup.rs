@@ -141,7 +141,7 @@ async fn ask(p2p: &P2p, settings: &NodeSettings) -> Result<SwarmFacts, String> {
         return Ok(facts);
     }
     let dht = join::start_dht(p2p, settings, true);
-    dht.join().await.map_err(|error| error.to_string())?;
+    dht.join(settings.startup_timeout).await.map_err(|error| error.to_string())?;
     let known = dht.peers().await.map_err(|error| error.to_string())?;
     let mut peers = p2p.connected_peers().await;
     facts.connected = peers.len();

@@ -86,7 +86,7 @@ pub struct NodeSettings {
     pub traversal: Traversal,
     /// Whether it asks peers if they can dial it, and becomes a client of the DHT if not.
     pub check_reachability: bool,
-    /// Time to listen and to reach a first peer.
+    /// Time to listen and to reach a first peer, and then for that peer to answer.
     pub startup_timeout: Duration,
     /// Most bytes per second that it sends to all peers together.
     pub max_upload_bytes_per_s: Option<u64>,
@@ -222,7 +222,7 @@ pub async fn enter(
     }
     let dht = start_dht(&p2p, settings, using_relay);
     joined.send_replace(Some(dht.clone()));
-    dht.join().await?;
+    dht.join(settings.startup_timeout).await?;
     let id = p2p.peer_id();
     let mut bare = match settings.announce.is_empty() {
         true => p2p.listen_addrs().await,
@@ -268,7 +268,7 @@ pub(crate) fn start_dht(p2p: &P2p, settings: &NodeSettings, client_mode: bool) -
 /// `Server.__init__` in `petals/server/server.py`.
 async fn is_unreachable(p2p: &P2p, settings: &NodeSettings) -> Result<bool, DhtError> {
     let dht = start_dht(p2p, settings, true);
-    dht.join().await?;
+    dht.join(settings.startup_timeout).await?;
     let mut answer = reachability::check_direct(p2p, dht.peers().await?).await;
     if answer == Some(false) && router_forwards(p2p).await {
         info!("router forwards a port, checking reachability again");

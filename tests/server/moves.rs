@@ -207,7 +207,7 @@ async fn watch(
         limits: StorageLimits::default(),
     };
     let dht = Dht::start(peer.p2p.clone(), config);
-    dht.join().await.unwrap();
+    dht.join(DEADLINE).await.unwrap();
     let mut seen: Vec<Claims> = Vec::new();
     loop {
         let is_last = stop.load(Ordering::Relaxed);

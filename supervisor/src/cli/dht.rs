@@ -59,7 +59,7 @@ pub struct DhtArgs {
     /// Time between two status lines, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     refresh_period: Duration,
-    /// Timeout for listening and for reaching a first peer, in seconds
+    /// Timeout for listening and reaching a first peer, and for its answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     startup_timeout: Duration,
     #[command(flatten)]

@@ -2,7 +2,7 @@
 //! and carries out what it wants.
 //!
 //! ```text
-//!   callers ──get_many, store_many, join──> Command ──> task: Node::on ──Action::Call──> P2p::call_unary (3 s)
+//!   callers ──get_many, store_many, join──> Command ──> task: Node::on ──Action::Call──> P2p::call_unary
 //!   netd's dispatcher ──handle_inbound────> Command ──>   └───Answered <──────────────────────┘
 //! ```
 //!
@@ -35,6 +35,10 @@ use tracing::{debug, info, warn};
 
 /// How long a call may take, call-backs included (`wait_timeout` of hivemind).
 pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a call may take at most while the node joins: later attempts give initial peers more time.
+const JOIN_CALL_TIMEOUT_MAX: Duration = Duration::from_secs(48);
+/// Pause before initial peers of whom none answered are asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a ping that measures may take (Petals' servers).
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a get or store may take: several rounds of dead nodes.
@@ -145,11 +149,13 @@ struct Counts {
     evicted: AtomicU64,
 }
 
+type JoinReply = oneshot::Sender<Result<(), JoinError>>;
+
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "moved once, into the bounded queue")]
 enum Command {
     Inbound { peer: PeerId, request: Request, reply: oneshot::Sender<Result<Response, String>> },
-    Join { peers: Vec<PeerId>, reply: oneshot::Sender<Result<(), JoinError>> },
+    Join { peers: Vec<PeerId>, call_timeout: Duration, reply: JoinReply },
     Get { keys: Vec<DhtId>, latest: bool, reply: oneshot::Sender<Vec<Option<Stored>>> },
     Store { items: Vec<(DhtId, Item)>, reply: oneshot::Sender<Vec<usize>> },
     Stats { reply: oneshot::Sender<DhtStats> },
@@ -202,6 +208,7 @@ impl Dht {
             rejoin_at: Instant::now(),
             rejoin_pause: REJOIN_MIN,
             rejoined: rejoined_sender,
+            call_timeout: CALL_TIMEOUT,
             counts: Arc::default(),
         };
         let counts = driver.counts.clone();
@@ -218,12 +225,17 @@ impl Dht {
     }
 
     /// Enters the swarm through the initial peers; without any, this node is a new swarm. Requests
-    /// must already be routed to [`Self::handle_inbound`]: initial peers call back to see whether this node is reachable.
+    /// must already be routed to [`Self::handle_inbound`]: initial peers call back to see whether
+    /// this node is reachable.
+    ///
+    /// While none of those that are connected answers, they are asked again, each time with twice as
+    /// long to answer, until `patience` is over.
     ///
     /// # Errors
     /// [`DhtError`]; its text tells an operator what is wrong.
-    pub fn join(&self) -> BoxFuture<'_, Result<(), DhtError>> {
+    pub fn join(&self, patience: Duration) -> BoxFuture<'_, Result<(), DhtError>> {
         Box::pin(async move {
+            let deadline = Instant::now() + patience;
             let connect = |addr: &Multiaddr| {
                 let (p2p, addr) = (self.p2p.clone(), addr.clone());
                 async move { p2p.connect(addr).await.map_err(|error| error.to_string()) }
@@ -239,7 +251,21 @@ impl Dht {
             if peers.is_empty() && !self.initial_peers.is_empty() {
                 return Err(DhtError::Unreachable(failures.join("; ")));
             }
-            self.ask(|reply| Command::Join { peers, reply }).await?.map_err(DhtError::from)
+            let mut call_timeout = CALL_TIMEOUT;
+            loop {
+                let peers = peers.clone();
+                let join = |reply| Command::Join { peers, call_timeout, reply };
+                match self.ask(join).await? {
+                    Err(error @ JoinError::NoAnswer(_))
+                        if Instant::now() + ASK_AGAIN < deadline =>
+                    {
+                        info!(%error, "asking again");
+                    }
+                    outcome => return outcome.map_err(DhtError::from),
+                }
+                tokio::time::sleep(ASK_AGAIN).await;
+                call_timeout = (2 * call_timeout).min(JOIN_CALL_TIMEOUT_MAX);
+            }
         })
     }
 
@@ -385,11 +411,13 @@ struct Driver {
     rejoin_at: Instant,
     rejoin_pause: Duration,
     rejoined: watch::Sender<u64>,
+    /// How long a call may take: longer while the node joins slow peers.
+    call_timeout: Duration,
     counts: Arc<Counts>,
 }
 
 enum Waiter {
-    Join(oneshot::Sender<Result<(), JoinError>>),
+    Join(JoinReply),
     /// Nobody: the node looks for initial peers on its own.
     Rejoin,
     Get(oneshot::Sender<Vec<Option<Stored>>>),
@@ -432,8 +460,9 @@ impl Driver {
                 self.feed(Event::Inbound { id, from: peer, net, request });
                 self.p2p.count_bad_records(self.node.refused() - refused_before);
             }
-            Command::Join { peers, reply } => {
+            Command::Join { peers, call_timeout, reply } => {
                 self.join_peers.clone_from(&peers);
+                self.call_timeout = call_timeout;
                 self.rejoin_at = Instant::now() + REJOIN_MIN;
                 let id = self.operation(Waiter::Join(reply));
                 self.feed(Event::Join { id, peers });
@@ -509,7 +538,10 @@ impl Driver {
                 }
             }
             Action::Joined { id, result } => match self.operations.remove(&id) {
-                Some(Waiter::Join(reply)) => drop(reply.send(result)),
+                Some(Waiter::Join(reply)) => {
+                    self.call_timeout = CALL_TIMEOUT;
+                    drop(reply.send(result));
+                }
                 _ => match result {
                     Ok(()) => self.rejoined.send_modify(|count| *count += 1),
                     Err(error) => debug!(%error, "cannot join the DHT again"),
@@ -545,10 +577,11 @@ impl Driver {
     fn call(&self, call: CallId, peer: PeerId, request: Request) {
         add(&self.counts.calls, 1);
         let (p2p, permits) = (self.p2p.clone(), Arc::clone(&self.permits));
+        let call_timeout = self.call_timeout;
         let task = async move {
             let _permit = permits.acquire_owned().await;
             let (protocol, message) = encode_request(&request);
-            let response = match p2p.call_unary(peer, protocol, message, CALL_TIMEOUT).await {
+            let response = match p2p.call_unary(peer, protocol, message, call_timeout).await {
                 Ok(bytes) => decode_response(&request, bytes),
                 Err(error) => {
                     debug!(%peer, protocol, %error, "DHT call failed");

@@ -71,7 +71,7 @@ pub struct NetworkArgs {
     /// off [default: on, in the public swarm off]
     #[arg(long, value_name = "on|off", value_parser = on_off)]
     pub(super) dial_private_nets: Option<bool>,
-    /// Timeout for listening and for reaching a first peer, in seconds
+    /// Timeout for listening and reaching a first peer, and for its answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub(super) daemon_startup_timeout: Duration,
     /// Time between two announcements, in seconds

@@ -22,6 +22,16 @@ async fn start(
     initial_peers: Vec<Multiaddr>,
     client_mode: bool,
 ) -> Result<(Dht, Multiaddr), DhtError> {
+    let (dht, address) = start_alone(initial_peers, client_mode, 0).await;
+    dht.join(DEADLINE).await.map(|()| (dht, address))
+}
+
+/// A node that has not joined, and serves its RPCs once it has failed `failures` requests.
+async fn start_alone(
+    initial_peers: Vec<Multiaddr>,
+    client_mode: bool,
+    failures: usize,
+) -> (Dht, Multiaddr) {
     let config = P2pConfig {
         keypair: Keypair::generate_ed25519(),
         listen: vec!["/ip4/127.0.0.1/tcp/0".parse().expect("address")],
@@ -44,15 +54,24 @@ async fn start(
     );
     let served = dht.clone();
     tokio::spawn(async move {
+        let mut to_fail = failures;
         while let Some(Inbound::Unary { peer, protocol, request, responder }) = inbound.recv().await
         {
+            if to_fail > 0 {
+                to_fail -= 1;
+                responder
+                    .respond(Err("RuntimeError('not yet')".into()))
+                    .await
+                    .expect("asker waits");
+                continue;
+            }
             let dht = served.clone();
             tokio::spawn(async move {
                 responder.respond(dht.handle_inbound(protocol, peer, request).await).await
             });
         }
     });
-    dht.join().await.map(|()| (dht, address))
+    (dht, address)
 }
 
 fn entry(key: &str, subkey: &str, value: &str) -> (DhtId, Item) {
@@ -109,11 +128,23 @@ fn unreachable_swarm_is_named() {
         let nobody: Multiaddr = "/ip4/127.0.0.1/tcp/1".parse().unwrap();
         let (dht, _) = start(Vec::new(), false).await.unwrap();
         let lonely = Dht { initial_peers: [nobody].into(), ..dht };
-        let error = lonely.join().await.unwrap_err();
+        let error = lonely.join(DEADLINE).await.unwrap_err();
         assert!(
             error.to_string().starts_with("cannot reach any of the initial peers: "),
             "{error}"
         );
+    });
+}
+
+#[test]
+fn initial_peers_that_do_not_answer_are_asked_again_until_patience_is_over() {
+    block_on(async {
+        let (_slow, address) = start_alone(Vec::new(), false, 3).await;
+        let (dht, _) = start_alone(vec![address], false, 0).await;
+        let error = dht.join(Duration::ZERO).await.unwrap_err();
+        assert_eq!(error.to_string(), "cannot join the swarm: no initial peer answers (1 asked)");
+        dht.join(DEADLINE).await.unwrap();
+        assert_eq!(dht.stats().await.unwrap().known_nodes, 1);
     });
 }
 
