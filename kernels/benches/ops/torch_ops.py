@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs operations in PyTorch: reads lines `OP DTYPE NUMBERS...`, answers `NANOSECONDS DTYPE`.
 
-Each operation runs in the type that is named and in float32; the answer is that of the faster. A type that took
-more than three times as long as the other is not tried again.
+Each operation runs in the type that is named and in float32; the answer is that of the faster. A
+type that took more than three times as long as the other is not tried again.
 
 The bench starts this program with the number of threads. With one thread, the clock is the CPU time
 of the thread, as in the bench, so that other processes do not count. Weights are slices of a ring
@@ -83,7 +83,9 @@ def attention_grad(dtype, kv_heads, group, dim, prefix, tokens):
     return best(run)
 
 
-OPERATIONS = dict(linear=linear, linear_grad=linear_grad, attention=attention, attention_grad=attention_grad)
+OPERATIONS = dict(
+    linear=linear, linear_grad=linear_grad, attention=attention, attention_grad=attention_grad
+)
 types_of = {}
 
 

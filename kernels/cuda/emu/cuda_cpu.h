@@ -26,8 +26,8 @@
 #endif
 #define __device__
 #define __host__
-// A device needs the whole kernel in one function. Here g++ may choose: forced, it compiles twice as
-// long, for the same speed.
+// A device needs the whole kernel in one function. Here g++ may choose: forced, it compiles twice
+// as long, for the same speed.
 #define __forceinline__ inline
 #define __noinline__    __attribute__((noinline))
 #define __launch_bounds__(...)

@@ -384,8 +384,8 @@ extern "C" const char* sepal_emu_lacks(); // processor.cpp
 API cuInit(unsigned) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (const char* lacking = sepal_emu_lacks()) {
-        fprintf(stderr,
-                "cuda emulator: compiled for a processor with %s, which this one lacks\n", lacking);
+        fprintf(stderr, "cuda emulator: compiled for a processor with %s, which this one lacks\n",
+                lacking);
         abort();
     }
     if (int error = planned_failure("cuInit")) return error;

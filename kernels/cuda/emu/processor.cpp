@@ -1,5 +1,5 @@
-// Says whether this processor has what the kernels were compiled for (build.rs): a folder of builds may
-// come from another machine. Compiled without such instructions itself.
+// Says whether this processor has what the kernels were compiled for (build.rs): a folder of builds
+// may come from another machine. Compiled without such instructions itself.
 
 // What is missing, or null.
 extern "C" const char* sepal_emu_lacks() {
