@@ -256,7 +256,7 @@ fn cases(short: u32) -> ProptestConfig {
 }
 
 proptest! {
-    #![proptest_config(cases(400))]
+    #![proptest_config(cases(150))]
 
     #[test]
     fn no_run_of_events_breaks_the_invariants(
