@@ -2,6 +2,7 @@
 
 use std::{
     future::Future,
+    io,
     iter::Peekable,
     mem,
     pin::Pin,
@@ -118,14 +119,15 @@ pub(crate) fn poll_answer<R: AsyncRead + AsyncWrite + Unpin>(
 ) -> Poll<Result<Message, NegotiationError>> {
     match ready!(io.poll_flush(cx)) {
         // The remote reads no more; what it has sent before is still worth reading.
-        Err(error) if error.kind() != std::io::ErrorKind::WriteZero => {
+        Err(error) if error.kind() != io::ErrorKind::WriteZero => {
             return Poll::Ready(Err(error.into()));
         }
         _ => {}
     }
     loop {
         match ready!(io.poll_message(cx))? {
-            None => return Poll::Ready(Err(NegotiationError::Failed)),
+            // Not a refusal: a remote that has ended says nothing.
+            None => return Poll::Ready(Err(io::Error::from(io::ErrorKind::UnexpectedEof).into())),
             Some(Message::Header) if !*header_seen => *header_seen = true,
             Some(message) => return Poll::Ready(Ok(message)),
         }

@@ -56,7 +56,7 @@ impl From<ProtocolError> for io::Error {
 pub enum NegotiationError {
     /// The remote or the stream broke the negotiation.
     ProtocolError(ProtocolError),
-    /// The two sides have no protocol in common, or one of them ended the negotiation properly.
+    /// The two sides have no protocol in common, or the dialer ended the negotiation.
     Failed,
 }
 

@@ -54,6 +54,8 @@ enum ListenerState<R, N> {
     Header { io: MessageIo<R> },
     /// Our header is queued or sent; a proposal is outstanding.
     Proposal { io: MessageIo<R> },
+    /// The rejection of a proposal is being sent.
+    Reject { io: MessageIo<R> },
     /// The confirmation of `name` is being sent.
     Confirm { io: MessageIo<R>, name: N },
     /// The future has ended.
@@ -104,6 +106,14 @@ where
                         this.state = this.answer(io, message)?;
                     }
                 },
+                // A lazy dialer's data may follow, which ends the negotiation: it must have the answer.
+                ListenerState::Reject { mut io } => match io.poll_flush(cx)? {
+                    Poll::Pending => {
+                        this.state = ListenerState::Reject { io };
+                        return Poll::Pending;
+                    }
+                    Poll::Ready(()) => this.state = ListenerState::Proposal { io },
+                },
                 ListenerState::Confirm { mut io, name } => match io.poll_flush(cx)? {
                     Poll::Pending => {
                         this.state = ListenerState::Confirm { io, name };
@@ -144,7 +154,7 @@ impl<R, N: AsRef<str> + Clone> ListenerSelectFuture<R, N> {
             return Err(ProtocolError::TooManyProtocols.into());
         }
         io.queue(&Message::NotAvailable);
-        Ok(ListenerState::Proposal { io })
+        Ok(ListenerState::Reject { io })
     }
 
     /// Garbage after a rejection is data that a lazy dialer sent after its only proposal: the

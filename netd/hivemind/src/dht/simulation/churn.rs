@@ -361,7 +361,7 @@ fn share(part: usize, whole: usize) -> f64 {
 
 #[test]
 fn lookups_find_who_is_there_while_half_of_the_servers_leave() {
-    lookups_find_who_is_there(30, 1, 240.0);
+    lookups_find_who_is_there(30, 1, 300.0);
 }
 
 #[test]
