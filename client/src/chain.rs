@@ -93,6 +93,10 @@ impl From<Hidden> for Step {
 struct Link {
     session: ServerSession,
     history: History,
+    /// Whether its server takes tokens back.
+    rolls_back: bool,
+    /// Whether the session holds tokens that were taken back: another takes its place.
+    is_stale: bool,
 }
 
 /// A session over a chain of servers.
@@ -156,9 +160,16 @@ impl Chain {
         self.position
     }
 
+    /// Whether every server takes tokens back. With others [`roll_back`](Self::roll_back) costs all
+    /// tokens that are kept.
+    pub fn rolls_back(&self) -> bool {
+        self.links.iter().all(|link| link.rolls_back)
+    }
+
     /// Forgets the tokens from `position` on; the next step goes on from there. Servers are told
     /// with that step, as by Petals' client (`start_from_position`), and one that takes the
-    /// place of another is sent what was kept.
+    /// place of another is sent what was kept. So is one of a version that ignores the position, in
+    /// a new session.
     ///
     /// # Errors
     /// [`ChainError::NotBehind`] for a position that the session has not reached.
@@ -167,6 +178,7 @@ impl Chain {
             return Err(ChainError::NotBehind { position: self.position, asked: position });
         }
         for link in &mut self.links {
+            link.is_stale |= !link.rolls_back && position < link.session.position();
             link.session.roll_back(position);
             link.history.roll_back(position as usize);
         }
@@ -204,6 +216,12 @@ impl Chain {
             (step.hidden, StepTiming::default(), 0, 0);
         while at < self.links.len() {
             let next_servers = self.next_servers(at);
+            if self.links[at].is_stale {
+                let history = self.open_again(at).await?;
+                let part = flowing.last(tokens);
+                flowing = history.replay(order.as_deref(), part);
+                self.sent_again += flowing.tokens - tokens;
+            }
             let link = &mut self.links[at];
             let blocks = link.session.leg().blocks.clone();
             // A server behind one that was replaced may be new, too: it gets the whole history from
@@ -265,8 +283,9 @@ impl Chain {
     /// The servers behind the one at `at` that have the session, so that outputs can be pushed to
     /// them: each computes a step before this client has brought it there.
     fn next_servers(&self, at: usize) -> Vec<NextServer> {
-        let behind = self.links.iter().skip(at + 1).map(|link| &link.session);
-        behind.take_while(|session| session.position() > 0).map(ServerSession::address).collect()
+        let behind = self.links.iter().skip(at + 1);
+        let holds_all = |link: &&Link| link.session.position() > 0 && !link.is_stale;
+        behind.take_while(holds_all).map(|link| link.session.address()).collect()
     }
 
     /// Checks a step, and returns its order of rows.
@@ -331,6 +350,24 @@ impl Chain {
         Ok(failed.history)
     }
 
+    /// Puts a new session on the same server in place of a stale one, and returns what that was sent.
+    async fn open_again(&mut self, at: usize) -> Result<History, ChainError> {
+        let (swarm, leg) = (&self.swarm, self.links[at].session.leg().clone());
+        let opened = ServerSession::open(swarm.p2p(), swarm.prefix(), leg, self.max_length).await;
+        match opened {
+            Ok(session) => {
+                let fresh = self.link(session);
+                Ok(std::mem::replace(&mut self.links[at], fresh).history)
+            }
+            Err(error) => self.replace(at, error, 1).await,
+        }
+    }
+
+    fn link(&self, session: ServerSession) -> Link {
+        let rolls_back = self.swarm.rolls_back(&session.leg().peer);
+        Link { session, history: History::default(), rolls_back, is_stale: false }
+    }
+
     /// Opens sessions along the best route through `blocks`; servers that cannot be reached are
     /// banned and routed around.
     async fn connect(&mut self, blocks: std::ops::Range<u32>) -> Result<Vec<Link>, ChainError> {
@@ -348,7 +385,7 @@ impl Chain {
                 )
                 .await
                 {
-                    Ok(session) => links.push(Link { session, history: History::default() }),
+                    Ok(session) => links.push(self.link(session)),
                     Err(error) => {
                         failed = Some((leg.peer, error));
                         break;

@@ -150,7 +150,8 @@ impl Decoder {
             }
             // The first step carries the prompt alone; the last token of a step is chosen behind its guesses.
             let left = self.most.saturating_sub(self.report.tokens.len() + 1);
-            let limit = if self.report.tokens.is_empty() { 0 } else { left };
+            let may_guess = !self.report.tokens.is_empty() && self.chain.rolls_back();
+            let limit = if may_guess { left } else { 0 };
             let guesses = self.drafts.guess(&self.text, limit).await;
             let kept = position + input.len();
             input.extend(&guesses);

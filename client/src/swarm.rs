@@ -310,6 +310,15 @@ impl Swarm {
         known.rates.measured(*peer, seconds / blocks.max(1) as f64);
     }
 
+    /// Whether the sessions of `peer` go back to a position: servers of Petals do from 2.3 on, earlier
+    /// ones ignore that they are asked to.
+    pub fn rolls_back(&self, peer: &PeerId) -> bool {
+        let id = peer.to_base58();
+        let known = self.known();
+        let record = known.all_servers.iter().find(|server| server.peer_id == id);
+        record.and_then(|server| server.info.version.as_deref()).is_some_and(knows_roll_back)
+    }
+
     /// Closes all connections, of all handles.
     pub async fn leave(&self) {
         self.p2p.shutdown().await;
@@ -350,6 +359,15 @@ impl Known {
     }
 }
 
+/// Whether a version of Petals knows `start_from_position`.
+fn knows_roll_back(version: &str) -> bool {
+    let mut numbers = version.split('.').map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (2, 3),
+        _ => false,
+    }
+}
+
 fn peer(server: &ServerSpan) -> Option<PeerId> {
     server.peer_id.parse().ok()
 }
@@ -361,5 +379,20 @@ fn nearest(initial_peers: &[Multiaddr]) -> Scope {
     match public_swarm::is_entered_through(&peers) {
         true => Scope::World,
         false => Scope::Machine,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_before_2_3_and_what_is_none_do_not_roll_back() {
+        for version in ["2.3.0.dev2", "2.3", "2.10.1", "3.0.0"] {
+            assert!(knows_roll_back(version), "{version}");
+        }
+        for version in ["2.2.0.post1", "1.9", "2", "", "latest", "2.x.3", "-3.4"] {
+            assert!(!knows_roll_back(version), "{version}");
+        }
     }
 }
