@@ -206,11 +206,7 @@ impl Chain {
         let tokens = step.hidden.tokens;
         let after = u64::from(self.position) + tokens as u64;
         self.rows = step.hidden.rows;
-        if self.position == 0 {
-            self.prompts = step.prompts.map(|all| (all, (0..self.rows).collect()));
-        } else if let (Some((_, rows)), Some(order)) = (&mut self.prompts, &order) {
-            *rows = order.iter().map(|&row| rows[row]).collect();
-        }
+        self.follow_prompts(step.prompts, order.as_deref());
         let step_id = uuid::Uuid::new_v4().to_string();
         let (mut flowing, mut timing, mut at, mut failures) =
             (step.hidden, StepTiming::default(), 0, 0);
@@ -218,9 +214,7 @@ impl Chain {
             let next_servers = self.next_servers(at);
             if self.links[at].is_stale {
                 let history = self.open_again(at).await?;
-                let part = flowing.last(tokens);
-                flowing = history.replay(order.as_deref(), part);
-                self.sent_again += flowing.tokens - tokens;
+                flowing = self.replay(&history, order.as_deref(), flowing.last(tokens));
             }
             let link = &mut self.links[at];
             let blocks = link.session.leg().blocks.clone();
@@ -229,8 +223,7 @@ impl Chain {
             let fresh = link.session.position() == 0;
             let prompts = self.prompts.as_ref().filter(|_| fresh);
             let prompts = prompts.map(|(all, order)| {
-                let own = all.of_blocks(blocks.start as usize..blocks.end as usize);
-                own.in_order(order)
+                all.of_blocks(blocks.start as usize..blocks.end as usize).in_order(order)
             });
             let part = match fresh {
                 true => flowing.clone(),
@@ -260,14 +253,29 @@ impl Chain {
                     }
                     failures += 1;
                     let history = self.replace(at, error, failures).await?;
-                    let now = part.tokens;
-                    flowing = history.replay(order, part);
-                    self.sent_again += flowing.tokens - now;
+                    flowing = self.replay(&history, order, part);
                 }
             }
         }
         self.position = u32::try_from(after).unwrap_or(u32::MAX);
         Ok((flowing.last(tokens), timing))
+    }
+
+    /// Keeps the deep prompts of the first step, and later their rows in the order of now.
+    fn follow_prompts(&mut self, given: Option<Prompts>, order: Option<&[usize]>) {
+        if self.position == 0 {
+            self.prompts = given.map(|all| (all, (0..self.rows).collect()));
+        } else if let (Some((_, rows)), Some(order)) = (&mut self.prompts, order) {
+            *rows = order.iter().map(|&row| rows[row]).collect();
+        }
+    }
+
+    /// All that a server was sent and then `now`, for a new session.
+    fn replay(&mut self, history: &History, order: Option<&[usize]>, now: Hidden) -> Hidden {
+        let tokens = now.tokens;
+        let all = history.replay(order, now);
+        self.sent_again += all.tokens - tokens;
+        all
     }
 
     /// The server at `at` has answered.

@@ -264,7 +264,8 @@ impl Dht {
                     outcome => return outcome.map_err(DhtError::from),
                 }
                 tokio::time::sleep(ASK_AGAIN).await;
-                call_timeout = (2 * call_timeout).min(JOIN_CALL_TIMEOUT_MAX);
+                let left = deadline.saturating_duration_since(Instant::now());
+                call_timeout = (2 * call_timeout).min(left.min(JOIN_CALL_TIMEOUT_MAX));
             }
         })
     }
