@@ -297,6 +297,7 @@ impl<'a> Driver<'a> {
                 let complaint = self.complaint.take().filter(|_| reason != ExitReason::Clean);
                 return Ok(Outcome { reason, complaint, successor: self.successor() });
             }
+            self.follow_web();
             let ready = self.sleep()?;
             if ready.wake {
                 self.wake.clear();
@@ -319,7 +320,6 @@ impl<'a> Driver<'a> {
             self.serve_manager();
             self.follow_examinations();
             self.follow_upgrade();
-            self.follow_web();
             self.follow_weights();
             self.pending.push_back(Event::Tick);
         }
@@ -371,6 +371,7 @@ impl<'a> Driver<'a> {
                 .filter(alive)
                 .map(|child| PollFd::new(child.process.as_fd(), PollFlags::POLLIN)),
         );
+        fds.extend(self.web.waits_on().map(|page| PollFd::new(page, PollFlags::POLLIN)));
         match poll(&mut fds, self.timeout()) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(LoopError::System("poll", errno.into())),
@@ -390,8 +391,9 @@ impl<'a> Driver<'a> {
         let is_probing =
             self.probe.is_some() || !self.examinations.is_empty() || self.upgrade.is_some();
         let probe = is_probing.then(|| Instant::now() + PROBE_PACE);
+        let page = self.web.deadline(Instant::now()).filter(|_| !self.addrs.is_empty());
         let due = self.tree.deadline().into_iter().chain(words).chain(service).chain(probe);
-        let due = due.chain([self.next_reading]).min();
+        let due = due.chain(page).chain([self.next_reading]).min();
         let left = due.unwrap_or(self.next_reading).saturating_duration_since(Instant::now());
         // Rounded up, so that the loop does not spin through the last millisecond.
         let millis = if left.is_zero() { 0 } else { left.as_millis().saturating_add(1) };

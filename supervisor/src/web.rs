@@ -11,7 +11,7 @@
 use std::fs::DirEntry;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -26,7 +26,7 @@ use shared::sandbox::{self, Confinement, SandboxError, SandboxMode, Subject};
 use tracing::{info, warn};
 
 use crate::listener::ListeningSocket;
-use crate::spawn::{TITLE, environment, pass_secret};
+use crate::spawn::{TITLE, environment, pass_secret, pidfd_open};
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -83,6 +83,8 @@ fn with_targets(folder: &Path) -> Vec<PathBuf> {
 pub struct Web {
     socket: ListeningSocket,
     child: Option<Child>,
+    /// Readable once `child` has ended.
+    end: Option<OwnedFd>,
     /// Processes that end their texts, and how long they may.
     leaving: Vec<(Pid, Instant)>,
     started: Instant,
@@ -96,7 +98,8 @@ impl Web {
     pub fn new(socket: ListeningSocket, leaving: Vec<i32>, now: Instant) -> Web {
         let until = now + LEAVE_TIMEOUT;
         let leaving = leaving.into_iter().map(|pid| (Pid::from_raw(pid), until)).collect();
-        Web { socket, child: None, leaving, started: now, pause: FIRST_PAUSE, next_start: now }
+        let (pause, next_start) = (FIRST_PAUSE, now);
+        Web { socket, child: None, end: None, leaving, started: now, pause, next_start }
     }
 
     /// Where the page is served.
@@ -114,6 +117,17 @@ impl Web {
         self.socket.is_wanted() && self.child.is_none() && now >= self.next_start
     }
 
+    /// When the process is to be started again, where that is later than `now`.
+    pub fn deadline(&self, now: Instant) -> Option<Instant> {
+        let is_waiting = self.socket.is_wanted() && self.child.is_none() && self.next_start > now;
+        is_waiting.then_some(self.next_start)
+    }
+
+    /// Becomes readable when the process has ended.
+    pub fn waits_on(&self) -> Option<BorrowedFd<'_>> {
+        self.end.as_ref().map(AsFd::as_fd)
+    }
+
     /// Starts the process.
     pub fn start(&mut self, shown: &Shown<'_>, now: Instant) {
         let spawned = match self.socket.for_child() {
@@ -124,7 +138,10 @@ impl Web {
         };
         match spawned {
             Ok(child) => {
-                info!(pid = child.id(), "the page of the swarm starts");
+                let pid = child.id();
+                info!(pid, "the page of the swarm starts");
+                // Without it the end is seen in the next round.
+                self.end = pidfd_open(Pid::from_raw(pid.cast_signed())).ok();
                 (self.child, self.started) = (Some(child), now);
             }
             Err(error) => self.failed(&error.to_string(), now),
@@ -133,7 +150,7 @@ impl Web {
 
     /// Has the process take no new callers and end once its texts have; another may be started at once.
     pub fn retire(&mut self, now: Instant) {
-        if let Some(child) = self.child.take() {
+        if let Some(child) = self.take() {
             let pid = Pid::from_raw(child.id().cast_signed());
             // It has ended already if this fails.
             let _ = kill(pid, Signal::SIGTERM);
@@ -160,7 +177,7 @@ impl Web {
             Some(Err(error)) => error.to_string(),
             Some(Ok(None)) | None => return,
         };
-        self.child = None;
+        self.take();
         if now >= self.started + LONGEST_PAUSE {
             self.pause = FIRST_PAUSE;
         }
@@ -173,12 +190,17 @@ impl Web {
             let _ = kill(pid, Signal::SIGKILL);
             let _ = waitpid(pid, None);
         }
-        if let Some(mut child) = self.child.take() {
+        if let Some(mut child) = self.take() {
             // It has ended already if this fails.
             let _ = child.kill();
             let _ = child.wait();
         }
         self.next_start = now;
+    }
+
+    fn take(&mut self) -> Option<Child> {
+        self.end = None;
+        self.child.take()
     }
 
     fn failed(&mut self, why: &str, now: Instant) {
