@@ -70,11 +70,13 @@ pub fn rank(sepal: &Sepal, rank: usize) -> Pid {
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
+        let began = Instant::now();
         if let Some(value) = ready() {
             return value;
         }
         assert!(Instant::now() < end, "timed out waiting for {what}");
-        std::thread::sleep(Duration::from_millis(5));
+        // Whoever is waited for has most of the processor, also where a look starts a process.
+        std::thread::sleep(Duration::from_millis(5).max(3 * began.elapsed()));
     }
 }
 
@@ -409,6 +411,12 @@ pub fn serve_args<'a>(model: &'a Path, prefix: &'a str, more: &[&'a str]) -> Vec
     let mut args = vec!["serve", model.to_str().expect("UTF-8 path"), "--dht_prefix", prefix];
     args.extend(["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--throughput", "1", "--threads", "1"]);
     args.extend(more);
+    // A slow machine is not to end what hangs nowhere.
+    for flag in ["--drain_timeout", "--hang_timeout"] {
+        if !more.contains(&flag) {
+            args.extend([flag, "300"]);
+        }
+    }
     args
 }
 
