@@ -29,7 +29,6 @@ Without OP, all images are built, and images without a source are removed.
 
 import argparse
 import concurrent.futures
-import ctypes
 import json
 import os
 import pathlib
@@ -171,7 +170,7 @@ def changed_since(ref, ops, images):
         done = subprocess.run(command, cwd=HERE, capture_output=True)
         return done.stdout if done.returncode == 0 else None
 
-    programs = ["build.py", "expects.py", PACKAGES.name]
+    programs = ["build.py", "nvrtc.c", "expects.py", PACKAGES.name]
     manifest = at_ref("manifest.json")
     if manifest is None or any(at_ref(name) != (HERE / name).read_bytes() for name in programs):
         return ops
@@ -202,10 +201,7 @@ def manifest_text(images):
 
 
 def run_worker(tools, op):
-    """Builds one image in a process of its own, with the interpreter of the tools.
-
-    NVRTC keeps memory until its process ends, and zstandard is installed in the tools.
-    """
+    """Builds one image with the interpreter of the tools, where zstandard is installed."""
     start = time.monotonic()
     command = [tools / "bin/python", __file__, "--tools", tools, "--worker", op]
     done = subprocess.run(command, stdout=subprocess.PIPE)
@@ -221,18 +217,18 @@ def worker(tools, op):
 
     site = next((tools / "lib").glob("python3.*")) / "site-packages/nvidia"
     source = (CUDA / f"{op}.cu").read_text()
-    nvrtc = Nvrtc(site)
     ptxas = site / "cuda_nvcc/bin/ptxas"
     only = re.search(r"^// Architectures: ([0-9a ]+)$", source, re.M)
     only = only.group(1).split() if only else None
     version, kernels, sections = None, {}, []
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
+        nvrtc = Nvrtc(site, folder)
         for virtual, reals in VIRTUAL.items():
             reals = [real for real in reals if only is None or real in only]
             if not reals:
                 continue
-            ptx = nvrtc.ptx(source, op, virtual)
+            ptx = nvrtc.ptx(op, virtual)
             if virtual == "80" and only is None:
                 version, base = lowered(ptxas, ptx, folder)
                 sections.append(("ptx", base.encode()))
@@ -243,8 +239,8 @@ def worker(tools, op):
                 for name, use in uses.items():
                     kernels.setdefault(name, {})[real] = use
         second_gate(site, op, folder)
+        exports = nvrtc.exports(op, only[0] if only else "80")
     pack = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(packed(sections))
-    exports = nvrtc.exports(source, op, only[0] if only else "80")
     image = {"source": source_hash(op), "ptx": version, "exports": exports, "kernels": kernels}
     sys.stdout.buffer.write(json.dumps(image).encode() + b"\n" + pack)
     return 0
@@ -284,48 +280,37 @@ def source_hash(op):
 
 
 class Nvrtc:
-    """The runtime compiler, used ahead of time."""
+    """The runtime compiler, used ahead of time; nvrtc.c gives the same bytes each time."""
 
-    def __init__(self, site):
-        self.site = site
-        self.library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
+    def __init__(self, site, folder):
+        self.library = site / "cuda_nvrtc/lib/libnvrtc.so.12"
+        self.include = site / "cuda_runtime/include"
+        self.program = folder / "nvrtc"
+        command = ["cc", "-O1", "-rdynamic", HERE / "nvrtc.c", "-o", self.program, "-ldl"]
+        subprocess.run(command, check=True)
 
-    def ptx(self, source, op, architecture, *more):
-        program = ctypes.c_void_p()
-        names = (source.encode(), f"{op}.cu".encode())
-        self.call("nvrtcCreateProgram", ctypes.byref(program), *names, 0, None, None)
+    def ptx(self, op, architecture, *more):
         flags = [
             f"--gpu-architecture=compute_{architecture}",
             "--std=c++17",
             f"-I{CUDA}",
-            f"-I{self.site}/cuda_runtime/include",
+            f"-I{self.include}",
             "-default-device",
             *more,
         ]
-        array = (ctypes.c_char_p * len(flags))(*[flag.encode() for flag in flags])
-        if self.library.nvrtcCompileProgram(program, len(flags), array) != 0:
-            sys.stderr.write(self.text("nvrtcGetProgramLog", program))
-            sys.exit(1)
-        return self.text("nvrtcGetPTX", program)
+        command = [self.program, self.library, CUDA / f"{op}.cu", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            sys.exit(f"{op}.cu for compute_{architecture}: NVRTC ends with {done.returncode}")
+        return done.stdout
 
-    def exports(self, source, op, architecture):
+    def exports(self, op, architecture):
         """The constants that a source exports to Rust: {name: value}."""
         # The image itself does not contain them. Kernels become inline functions that nothing
         # calls, so this takes only the front end.
-        ptx = self.ptx(source, op, architecture, "-DEXPORTS", "-w")
+        ptx = self.ptx(op, architecture, "-DEXPORTS", "-w")
         found = re.findall(r"\.global \.align 4 \.u32 exported_(\w+)(?: = (\d+))?;", ptx)
         return {name: int(value or 0) for name, value in found}
-
-    def text(self, what, program):
-        size = ctypes.c_size_t()
-        self.call(what + "Size", program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self.call(what, program, buffer)
-        return buffer.value.decode()
-
-    def call(self, name, *arguments):
-        if status := getattr(self.library, name)(*arguments):
-            sys.exit(f"{name} returned {status}")
 
 
 def lowered(ptxas, ptx, folder):

@@ -2,7 +2,6 @@
 """The parser, the lanes, the counts and the limits of budget.py, on small kernels."""
 
 import hashlib
-import json
 import re
 import unittest
 
