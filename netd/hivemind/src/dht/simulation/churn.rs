@@ -383,7 +383,7 @@ fn lookups_find_who_is_there(blocks: usize, servers: usize, clients: usize, meas
 }
 
 #[test]
-#[ignore = "takes minutes; prints a table"]
+#[ignore = "takes more than twenty minutes; prints a table"]
 fn thousand_nodes_while_half_of_them_leave_within_an_hour() {
     println!(
         "| half-life | servers that left | records of living servers found | blocks whose servers were all missed | found records of servers that left | lookup of 80 blocks p50, p99, s | requests of it | replicas of a record | requests of a server per second: sent | came: mean, p99, most |"
