@@ -43,14 +43,18 @@ fn now() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock").as_secs_f64()
 }
 
+/// Requests that are said at once to begin with. Of many each would stand still for long where we are slow,
+/// and the server gives up what does.
+const FIRST_AT_ONCE: usize = 4;
+
 /// Streams on which a request was said, and those on which it is being said until this is dropped.
 struct Said {
     whole: Vec<SubstreamBox>,
-    _saying: JoinSet<(usize, Option<SubstreamBox>)>,
+    _saying: JoinSet<Option<SubstreamBox>>,
 }
 
-/// Says `request` on `streams` streams for each of `protocols`, until the server has taken `least` of them
-/// whole; the others go on.
+/// Says `request` on `streams` streams for each of `protocols`: on a few at once until the server has taken
+/// `least` of them whole, then on all the others.
 async fn say_on_all(
     wires: &[Arc<Wire>],
     streams: usize,
@@ -59,28 +63,23 @@ async fn say_on_all(
     least: usize,
 ) -> Said {
     let (request, mut saying) = (Arc::new(request), JoinSet::new());
-    let say = |saying: &mut JoinSet<_>, number: usize, pause: Duration| {
+    let mut numbers = 0..streams * protocols.len();
+    let mut say = |saying: &mut JoinSet<_>| {
+        let number = numbers.next()?;
         let wire = wires[number / protocols.len() % wires.len()].clone();
         let (protocol, request) = (protocols[number % protocols.len()], request.clone());
-        saying.spawn(async move {
-            tokio::time::sleep(pause).await;
-            (number, wire.say(protocol, &request).await)
-        });
+        saying.spawn(async move { wire.say(protocol, &request).await });
+        Some(())
     };
-    for number in 0..streams * protocols.len() {
-        say(&mut saying, number, Duration::ZERO);
-    }
-    let (mut whole, end) = (Vec::new(), Instant::now() + DEADLINE);
+    (0..FIRST_AT_ONCE).for_each(|_| say(&mut saying).expect("more streams"));
+    let mut whole = Vec::new();
     while whole.len() < least {
-        let said = tokio::time::timeout_at(end.into(), saying.join_next()).await;
-        let in_time = said.ok().filter(|_| Instant::now() < end);
-        let said = in_time.unwrap_or_else(|| panic!("only {} requests were taken", whole.len()));
-        match said.expect("as many as before").expect("no panic") {
-            (_, Some(stream)) => whole.push(stream),
-            // Where we are slow, the server gives up what stands still.
-            (number, None) => say(&mut saying, number, Duration::from_millis(50)),
-        }
+        let said = tokio::time::timeout(DEADLINE, saying.join_next()).await;
+        let said = said.unwrap_or_else(|_| panic!("only {} requests were taken", whole.len()));
+        whole.extend(said.expect("enough streams").expect("no panic"));
+        let _ = say(&mut saying);
     }
+    while say(&mut saying).is_some() {}
     Said { whole, _saying: saying }
 }
 
