@@ -129,15 +129,20 @@ int main(int count, char** arguments) {
     static char source[1 << 22];
     FILE* file = count > 2 ? fopen(arguments[2], "r") : NULL;
     library = count > 2 ? dlopen(arguments[1], RTLD_NOW) : NULL;
-    if (!file || !library || fread(source, 1, sizeof source - 1, file) == 0) {
+    if (!file || !library) {
         fprintf(stderr, "nvrtc: %s\n", file ? dlerror() : strerror(errno));
+        return 2;
+    }
+    if (fread(source, 1, sizeof source, file) == sizeof source) {
+        fprintf(stderr, "nvrtc: %s has more than %zu bytes\n", arguments[2], sizeof source - 1);
         return 2;
     }
     Program program = NULL;
     int (*create)(Program*, const char*, const char*, int, void*, void*) =
         function("nvrtcCreateProgram");
     int (*compile)(Program, int, char**) = function("nvrtcCompileProgram");
-    create(&program, source, strrchr(arguments[2], '/') + 1, 0, NULL, NULL);
+    const char* slash = strrchr(arguments[2], '/');
+    create(&program, source, slash ? slash + 1 : arguments[2], 0, NULL, NULL);
     if (compile(program, count - 3, arguments + 3) != 0) {
         fputs(text("nvrtcGetProgramLog", program), stderr);
         return 1;

@@ -76,7 +76,8 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
         }
         assert!(Instant::now() < end, "timed out waiting for {what}");
         // Whoever is waited for has most of the processor, also where a look starts a process.
-        std::thread::sleep(Duration::from_millis(5).max(3 * began.elapsed()));
+        let pause = 3 * began.elapsed();
+        std::thread::sleep(pause.clamp(Duration::from_millis(5), Duration::from_millis(100)));
     }
 }
 
