@@ -22,7 +22,7 @@ use model::shards::Shard;
 use model::sizing::{BACK_COST, forward_tokens};
 use shared::block::{BlockIndex, Span};
 use shared::dtype::DType;
-use shared::job::{JobBody, JobKind};
+use shared::job::{JobBody, WorkKind};
 use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
@@ -165,12 +165,12 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
     /// Tokens at whose multiples rows are cut: a power of two that depends on the size of a block
     /// alone, so that the same job is cut in the same places by every worker. Gradients cost
     /// more, but are cut where pages end: within one, their sums are of all its tokens.
-    pub fn piece_tokens(&self, kind: JobKind) -> usize {
+    pub fn piece_tokens(&self, kind: WorkKind) -> usize {
         match kind {
-            JobKind::Step | JobKind::Forward => {
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => {
                 (self.forward_tokens() / UNIT_PIECES).max(PIECE_TOKENS)
             }
-            JobKind::Backward => (self.forward_tokens() / BACK_COST).max(PAGE_TOKENS),
+            WorkKind::Backward => (self.forward_tokens() / BACK_COST).max(PAGE_TOKENS),
         }
     }
 

@@ -17,7 +17,7 @@ use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use shared::ids::{Generation, JobId, PageId};
 use shared::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, PageCopy, SlotRef,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, SlotRef, WorkKind,
 };
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
@@ -242,13 +242,18 @@ impl Netd {
 
     /// Submits a job and wakes the worker.
     pub(crate) fn submit(&mut self, body: &JobBody) -> JobId {
-        let id = self.push(body.kind, &body.encode());
+        let id = self.push(body);
         self.wake();
         id
     }
 
     /// Submits a job without waking the worker.
-    pub(crate) fn push(&mut self, kind: JobKind, body: &[u8]) -> JobId {
+    pub(crate) fn push(&mut self, body: &JobBody) -> JobId {
+        self.push_bytes(body.kind, &body.encode())
+    }
+
+    /// Submits bytes in place of a body.
+    pub(crate) fn push_bytes(&mut self, kind: WorkKind, body: &[u8]) -> JobId {
         let slot =
             SlotRef { offset: BODIES + self.submitted % 256 * BODY_BYTES, len: body.len() as u64 };
         assert!(slot.len <= BODY_BYTES);
@@ -258,7 +263,7 @@ impl Netd {
         id
     }
 
-    pub(crate) fn descriptor(&self, id: JobId, kind: JobKind, body: SlotRef) -> JobDescriptor {
+    pub(crate) fn descriptor(&self, id: JobId, kind: WorkKind, body: SlotRef) -> JobDescriptor {
         let RingIdentity { worker, worker_generation, netd_generation } = self.parts.identity;
         JobDescriptor {
             id,
@@ -354,7 +359,7 @@ impl Netd {
     /// A job over all blocks on `input` `[batch, tokens, hidden]`, written to its slot.
     pub(crate) fn job(
         &self,
-        kind: JobKind,
+        kind: WorkKind,
         limits: &JobLimits,
         batch: u32,
         input: &[f32],
@@ -408,7 +413,8 @@ impl Session {
         free: &mut Vec<PageId>,
         input: &[f32],
     ) -> JobBody {
-        let mut body = netd.job(JobKind::Step, limits, 1, input);
+        let mut body = netd.job(WorkKind::Decode, limits, 1, input);
+        body.kind = WorkKind::of_step(body.batch, body.tokens);
         while self.table.len() * PAGE_TOKENS < (self.prefix + body.tokens) as usize {
             self.table.push(free.pop().expect("a free page"));
         }

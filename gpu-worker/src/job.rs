@@ -5,11 +5,10 @@ use std::ops::Range;
 
 use kernels::StepRow;
 use shared::ids::PageId;
-use shared::job::{JobBody, JobKind, SlotRef};
+use shared::job::{JobBody, SlotRef, WorkKind};
 use shared::model::PAGE_TOKENS;
-use shared::shm::board::WorkKind;
 
-use crate::schedule::{Class, JobShape};
+use crate::schedule::JobShape;
 
 /// Consecutive tokens of one row that are never cut further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,20 +36,10 @@ impl JobPlan {
     pub fn new(body: JobBody, piece_tokens: usize) -> JobPlan {
         let pieces = cut(&body, piece_tokens);
         let scratch_tables = match body.kind {
-            JobKind::Step => Vec::new(),
-            JobKind::Forward | JobKind::Backward => scratch_tables(&body),
+            WorkKind::Decode | WorkKind::Prefill => Vec::new(),
+            WorkKind::Forward | WorkKind::Backward => scratch_tables(&body),
         };
         JobPlan { body, pieces, scratch_tables }
-    }
-
-    /// What kind of work it is, for the counters of the worker.
-    pub fn kind(&self) -> WorkKind {
-        match self.body.kind {
-            JobKind::Step if is_decode(&self.body) => WorkKind::Decode,
-            JobKind::Step => WorkKind::Prefill,
-            JobKind::Forward => WorkKind::Forward,
-            JobKind::Backward => WorkKind::Backward,
-        }
     }
 
     /// Tokens of all its rows.
@@ -60,24 +49,19 @@ impl JobPlan {
 
     /// What the schedule must know.
     pub fn shape(&self) -> JobShape {
-        let class = match self.body.kind {
-            JobKind::Step if is_decode(&self.body) => Class::Decode,
-            JobKind::Step => Class::Prefill,
-            JobKind::Forward => Class::Forward,
-            JobKind::Backward => Class::Backward,
-        };
         let there = self.body.blocks.iter().map(|b| b.0);
-        let blocks = match self.body.kind {
-            JobKind::Backward => there.clone().chain(there.rev()).collect(),
-            JobKind::Step | JobKind::Forward => there.collect(),
+        let kind = self.body.kind;
+        let blocks = match kind {
+            WorkKind::Backward => there.clone().chain(there.rev()).collect(),
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => there.collect(),
         };
-        JobShape { class, blocks, pieces: self.pieces.iter().map(|p| p.tokens).collect() }
+        JobShape { kind, blocks, pieces: self.pieces.iter().map(|p| p.tokens).collect() }
     }
 
     /// Whether `position` is that of the last block before the backward pass, of which only keys and
     /// values are needed.
     pub fn needs_keys_only(&self, position: usize) -> bool {
-        self.body.kind == JobKind::Backward && position + 1 == self.body.blocks.len()
+        self.body.kind == WorkKind::Backward && position + 1 == self.body.blocks.len()
     }
 
     /// What a unit at `position` of a job for gradients computes in its backward pass: the index of
@@ -89,7 +73,7 @@ impl JobPlan {
         pieces: Range<usize>,
     ) -> Option<(usize, Range<usize>)> {
         let blocks = self.body.blocks.len();
-        if self.body.kind != JobKind::Backward || position < blocks {
+        if self.body.kind != WorkKind::Backward || position < blocks {
             return None;
         }
         let block = (2 * blocks).checked_sub(position + 1)?;
@@ -161,8 +145,8 @@ impl JobPlan {
     /// time, or of every block for gradients.
     pub fn scratch_bytes(&self, page_bytes: usize) -> usize {
         let last = match self.body.kind {
-            JobKind::Backward => self.body.blocks.len().saturating_sub(1),
-            JobKind::Step | JobKind::Forward => 0,
+            WorkKind::Backward => self.body.blocks.len().saturating_sub(1),
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => 0,
         };
         self.scratch_range(last, page_bytes).end
     }
@@ -171,8 +155,8 @@ impl JobPlan {
     pub fn scratch_range(&self, position: usize, page_bytes: usize) -> Range<usize> {
         let bytes = self.scratch_pages() * page_bytes;
         let first = match self.body.kind {
-            JobKind::Backward => position * bytes,
-            JobKind::Step | JobKind::Forward => 0,
+            WorkKind::Backward => position * bytes,
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => 0,
         };
         first..first + bytes
     }
@@ -184,11 +168,8 @@ impl JobPlan {
 
     /// The rows of some pieces, for the block; consecutive pieces of one row become one.
     pub fn rows(&self, pieces: Range<usize>) -> Vec<StepRow<'_>> {
-        let tables = if self.body.kind == JobKind::Step {
-            &self.body.page_tables
-        } else {
-            &self.scratch_tables
-        };
+        let tables =
+            if self.body.kind.is_step() { &self.body.page_tables } else { &self.scratch_tables };
         let mut rows: Vec<StepRow<'_>> = Vec::new();
         let mut last = None;
         for piece in self.pieces.get(pieces).unwrap_or_default() {
@@ -251,10 +232,6 @@ impl JobPlan {
     }
 }
 
-fn is_decode(body: &JobBody) -> bool {
-    shared::job::is_decode(body.batch, body.tokens)
-}
-
 /// Cuts the rows of a job at multiples of `piece_tokens` in absolute position, so that where a row
 /// is cut depends neither on load nor on how its tokens came in steps. Decode steps are not cut.
 fn cut(body: &JobBody, piece_tokens: usize) -> Vec<Piece> {
@@ -266,7 +243,7 @@ fn cut(body: &JobBody, piece_tokens: usize) -> Vec<Piece> {
         while start < tokens {
             let at = prefix + start;
             let end = match body.kind {
-                JobKind::Step if is_decode(body) => tokens,
+                WorkKind::Decode => tokens,
                 _ => tokens.min((at / piece_tokens + 1) * piece_tokens - prefix),
             };
             pieces.push(Piece { row, start, tokens: end - start });
@@ -290,7 +267,7 @@ mod tests {
 
     use super::*;
 
-    fn body(kind: JobKind, prefixes: &[u32], tokens: u32) -> JobBody {
+    fn body(kind: WorkKind, prefixes: &[u32], tokens: u32) -> JobBody {
         let slot = SlotRef { offset: 0, len: 0 };
         JobBody {
             kind,
@@ -318,20 +295,20 @@ mod tests {
     #[test]
     fn rows_are_cut_at_fixed_positions_whatever_their_prefix() {
         assert_eq!(
-            cuts(&body(JobKind::Step, &[5, 64], 100)),
+            cuts(&body(WorkKind::Prefill, &[5, 64], 100)),
             [(0, 0, 59), (0, 59, 41), (1, 0, 64), (1, 64, 36)]
         );
-        assert_eq!(cuts(&body(JobKind::Forward, &[0], 65)), [(0, 0, 64), (0, 64, 1)]);
+        assert_eq!(cuts(&body(WorkKind::Forward, &[0], 65)), [(0, 0, 64), (0, 64, 1)]);
     }
 
     #[test]
     fn a_decode_step_is_one_piece_per_row() {
-        assert_eq!(cuts(&body(JobKind::Step, &[63, 10], 2)), [(0, 0, 2), (1, 0, 2)]);
+        assert_eq!(cuts(&body(WorkKind::Decode, &[63, 10], 2)), [(0, 0, 2), (1, 0, 2)]);
     }
 
     #[test]
     fn pieces_of_one_row_join_and_cover_their_values() {
-        let job = JobPlan::new(body(JobKind::Step, &[5, 64], 100), 64);
+        let job = JobPlan::new(body(WorkKind::Prefill, &[5, 64], 100), 64);
         let rows: Vec<_> = job.rows(1..4).iter().map(|r| (r.prefix, r.tokens)).collect();
         assert_eq!(rows, [(64, 41), (64, 100)]);
         assert_eq!(job.row_lengths(1..4), [105, 164]);
@@ -340,7 +317,7 @@ mod tests {
 
     #[test]
     fn gradients_go_through_the_blocks_and_pieces_there_and_back() {
-        let job = JobPlan::new(body(JobKind::Backward, &[0, 0], 100), 64);
+        let job = JobPlan::new(body(WorkKind::Backward, &[0, 0], 100), 64);
         assert_eq!(job.shape().blocks, [0, 1, 1, 0]);
         assert_eq!(job.piece_count(), 4);
         assert_eq!(job.backward_at(1, 0..4), None);
@@ -355,7 +332,7 @@ mod tests {
 
     #[test]
     fn prompts_fall_on_the_first_tokens_of_their_row() {
-        let mut body = body(JobKind::Step, &[0, 0], 100);
+        let mut body = body(WorkKind::Prefill, &[0, 0], 100);
         body.prompts = Some(Prompts { slot: SlotRef { offset: 0, len: 0 }, batch: 2, tokens: 70 });
         let job = JobPlan::new(body, 64);
         let parts = job.prompt_parts(1, 0..4);

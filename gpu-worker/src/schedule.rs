@@ -1,4 +1,4 @@
-//! What the executor does next. A pure state machine: it knows of a job its shape (class, blocks,
+//! What the executor does next. A pure state machine: it knows of a job its shape (kind, blocks,
 //! pieces), and the time it is told, and neither tensors nor devices.
 //!
 //! A *unit* is one block over some rows, or several blocks over decode steps that go the same way;
@@ -12,7 +12,7 @@
 //! - Decode steps go before everything else. All that are at the same block run in one unit; of
 //!   several blocks the lowest goes first, so that a step that came later catches up and shares the
 //!   rest of the way. One that was overtaken too often goes first regardless.
-//! - Then prefill, then forward, then backward; the oldest of a class first. How many pieces make a
+//! - Then prefill, then forward, then backward; the oldest of a kind first. How many pieces make a
 //!   unit follows the measured speed; where pieces begin and end does not.
 //! - Work behind a crowd of decode steps gets an eighth of the time, and one unit every
 //!   [`BULK_PATIENCE`] at least, so that it is slow but comes to an end.
@@ -22,6 +22,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use model::sizing::BATCH_TOKENS;
+use shared::job::WorkKind;
 
 mod pace;
 mod walk;
@@ -53,7 +54,7 @@ pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
 /// [`BULK_PATIENCE`]: what makes an eighth.
 const DECODE_SHARE: u32 = 7;
 
-/// Most tokens of a decode step ([`shared::job::is_decode`]).
+/// Most tokens of a decode step ([`WorkKind::Decode`]).
 pub const DECODE_TOKENS: usize = shared::job::DECODE_TOKENS as usize;
 
 /// Units of other decode steps that one waits through before it goes first: several passes over a
@@ -64,24 +65,11 @@ const OVERTAKEN_LIMIT: u32 = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobKey(pub u64);
 
-/// In order of precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Class {
-    /// A step of few tokens.
-    Decode,
-    /// A step of many tokens.
-    Prefill,
-    /// A forward without cache.
-    Forward,
-    /// Gradients: a forward, and its blocks once more from the last to the first.
-    Backward,
-}
-
 /// What the schedule must know of a job.
 #[derive(Clone, Debug)]
 pub struct JobShape {
-    /// Its class.
-    pub class: Class,
+    /// What it computes.
+    pub kind: WorkKind,
     /// Its blocks in order, not empty; for gradients, twice: there and back.
     pub blocks: Vec<u32>,
     /// Tokens of each of its pieces, not empty.
@@ -298,10 +286,10 @@ impl Schedule {
         }
     }
 
-    /// The oldest job of the first class other than decode.
+    /// The oldest job of the first kind other than decode.
     fn bulk(&self) -> Option<JobKey> {
         let others = self.jobs.iter().filter(|(_, job)| !job.walk.is_decode());
-        others.min_by_key(|&(&id, job)| (job.walk.shape.class, id)).map(|(&id, _)| id)
+        others.min_by_key(|&(&id, job)| (job.walk.shape.kind, id)).map(|(&id, _)| id)
     }
 
     fn bulk_unit(&self, id: JobKey) -> Option<Unit> {

@@ -16,8 +16,8 @@ use std::time::Duration;
 use hivemind::dht::driver::Dht;
 use hivemind::p2p::P2p;
 use shared::block::BlockIndex;
-use shared::job::is_decode;
-use shared::shm::board::{Announced, BoardWriter, StepPart, WorkKind};
+use shared::job::WorkKind;
+use shared::shm::board::{Announced, BoardWriter, StepPart};
 use shared::shm::layout::{STEP_PARTS, WORK_KINDS};
 
 use crate::workers::link::JobTimes;
@@ -118,8 +118,7 @@ impl Telemetry {
                 histogram.record(time);
             }
         }
-        let kind = if is_decode(batch, tokens) { WorkKind::Decode } else { WorkKind::Prefill };
-        self.answered(kind, all_tokens);
+        self.answered(WorkKind::of_step(batch, tokens), all_tokens);
     }
 
     /// A request of this kind was answered.

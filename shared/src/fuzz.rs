@@ -16,8 +16,8 @@ use crate::dtype::DType;
 use crate::exit::ExitReason;
 use crate::ids::{Generation, GroupId, JobId, PageId, WorkerId};
 use crate::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, PageCopy, Prompts,
-    SlotRef,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, Prompts, SlotRef,
+    WorkKind,
 };
 
 fn limits() -> JobLimits {
@@ -41,7 +41,7 @@ fn slot(offset: u64, len: u64) -> SlotRef {
 
 fn step() -> JobBody {
     JobBody {
-        kind: JobKind::Step,
+        kind: WorkKind::Decode,
         dtype: DType::F32,
         blocks: vec![BlockIndex(2), BlockIndex(3)],
         adapter: Some(0),
@@ -61,7 +61,7 @@ fn step() -> JobBody {
 
 fn backward() -> JobBody {
     JobBody {
-        kind: JobKind::Backward,
+        kind: WorkKind::Backward,
         prefix_lengths: vec![],
         page_tables: vec![],
         copies: vec![],
@@ -74,7 +74,7 @@ fn backward() -> JobBody {
 #[test]
 fn fuzz_job_bodies() {
     let forward = JobBody {
-        kind: JobKind::Forward,
+        kind: WorkKind::Forward,
         output_gradient: None,
         prompt_gradient: None,
         ..backward()
@@ -110,7 +110,7 @@ fn fuzz_ring_entries() {
     let generation = Generation(3);
     let descriptor = JobDescriptor {
         id: JobId(7),
-        kind: JobKind::Forward,
+        kind: WorkKind::Forward,
         worker: WorkerId::solo(GroupId(1)),
         worker_generation: generation,
         netd_generation: generation,

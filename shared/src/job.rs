@@ -26,10 +26,10 @@ use crate::ids::{Generation, GroupId, JobId, PageId, Rank, WorkerId, WorldSize};
 use crate::model::PAGE_TOKENS;
 
 mod body;
-mod decode;
+mod kind;
 
 pub use body::{Prompts, SlotRef};
-pub use decode::{DECODE_TOKENS, is_decode};
+pub use kind::{DECODE_TOKENS, WorkKind};
 
 /// Words of a ring entry.
 pub const ENTRY_WORDS: usize = 8;
@@ -48,30 +48,7 @@ pub const MAX_ROWS: u32 = 4096;
 pub const MAX_TOKENS: u32 = 1 << 20;
 
 const MAGIC: u64 = 0x5e9a_10b0;
-const VERSION: u64 = 2;
-
-/// What a job computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum JobKind {
-    /// A step of cached inference: reads and writes KV pages.
-    Step = 1,
-    /// Blocks over whole sequences, without a cache.
-    Forward = 2,
-    /// Gradient of the inputs (and prompts) of [`JobKind::Forward`].
-    Backward = 3,
-}
-
-impl JobKind {
-    fn from_code(code: u64) -> Option<JobKind> {
-        match code {
-            1 => Some(JobKind::Step),
-            2 => Some(JobKind::Forward),
-            3 => Some(JobKind::Backward),
-            _ => None,
-        }
-    }
-}
+const VERSION: u64 = 3;
 
 /// The fixed part of a job, which travels in the submission ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +56,7 @@ pub struct JobDescriptor {
     /// Name of the job.
     pub id: JobId,
     /// What it computes; known before the body is read, for scheduling.
-    pub kind: JobKind,
+    pub kind: WorkKind,
     /// The worker it is meant for: group, rank and world size.
     pub worker: WorkerId,
     /// The worker generation it is meant for.
@@ -96,7 +73,7 @@ impl JobDescriptor {
     /// The ring entry.
     pub fn encode(&self) -> Entry {
         [
-            MAGIC | VERSION << 32 | (self.kind as u64) << 48,
+            MAGIC | VERSION << 32 | self.kind.code() << 48,
             self.id.0,
             generations(self.worker_generation, self.netd_generation),
             self.body.offset,
@@ -131,7 +108,7 @@ impl JobDescriptor {
         if entry[0] & 0xffff_ffff != MAGIC || entry[0] >> 32 & 0xffff != VERSION {
             return Err(bad);
         }
-        let kind = JobKind::from_code(entry[0] >> 48).ok_or(bad)?;
+        let kind = WorkKind::from_code(entry[0] >> 48).ok_or(bad)?;
         if entry[4] > MAX_BODY_BYTES as u64 {
             return Err(JobError::BodyTooLong { bytes: entry[4] });
         }
@@ -186,7 +163,7 @@ pub struct PageCopy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobBody {
     /// What to compute; equal to the descriptor's.
-    pub kind: JobKind,
+    pub kind: WorkKind,
     /// Type of all tensors in slots.
     pub dtype: DType,
     /// The blocks, in the order in which they run.

@@ -19,8 +19,8 @@ mod worker;
 
 use std::time::Duration;
 
-use gpu_worker::schedule::Class;
 use kernels::{Cpu, DType, QuantType};
+use shared::job::WorkKind;
 
 use stored::{Bytes, Sizes, spec};
 use worker::Worker;
@@ -65,7 +65,7 @@ fn main() {
         let mut worker = on(&bytes, threads);
         worker.rows(quant);
         if quant == QuantType::None {
-            for background in [None, Some(Class::Prefill), Some(Class::Backward)] {
+            for background in [None, Some(WorkKind::Prefill), Some(WorkKind::Backward)] {
                 worker.serve(background, sessions, think, Duration::from_secs(seconds));
             }
         }

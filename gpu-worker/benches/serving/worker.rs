@@ -7,10 +7,11 @@ use gpu_worker::block::{
     BlockInput, BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward,
 };
 use gpu_worker::kv::page_layout;
-use gpu_worker::schedule::{Class, JobKey, JobShape, Schedule, Unit};
+use gpu_worker::schedule::{JobKey, JobShape, Schedule, Unit};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;
 use shared::ids::PageId;
+use shared::job::WorkKind;
 use shared::model::PAGE_TOKENS;
 
 use crate::{BACK_PIECE, BLOCKS, PIECE, PREFIX, TOKENS};
@@ -150,7 +151,7 @@ impl<'w> Worker<'w> {
     /// Serves sessions, and a job of `background` after the other, for some time.
     pub fn serve(
         &mut self,
-        background: Option<Class>,
+        background: Option<WorkKind>,
         sessions: u64,
         think: Duration,
         time: Duration,
@@ -165,7 +166,7 @@ impl<'w> Worker<'w> {
         while began.elapsed() < time {
             for (session, ready) in ready.iter_mut().enumerate() {
                 if let Some(at) = ready.take_if(|at| *at <= Instant::now()) {
-                    let job = schedule.accept(shape(Class::Decode));
+                    let job = schedule.accept(shape(WorkKind::Decode));
                     jobs.insert(job, BenchJob::Session(session, at));
                 }
             }
@@ -236,7 +237,7 @@ impl<'w> Worker<'w> {
         &mut self,
         unit: &Unit,
         jobs: &BTreeMap<JobKey, BenchJob>,
-        background: Option<Class>,
+        background: Option<WorkKind>,
     ) -> bool {
         let block = unit.block as usize;
         let sessions: Vec<_> = unit
@@ -256,7 +257,7 @@ impl<'w> Worker<'w> {
         let member = &unit.members[0];
         let own = table(64);
         let piece = background.map_or(1, piece_tokens);
-        let is_back = background == Some(Class::Backward) && member.position >= BLOCKS;
+        let is_back = background == Some(WorkKind::Backward) && member.position >= BLOCKS;
         // On the way back pieces are taken from the last to the first.
         let first = match is_back {
             true => TOKENS / piece - member.pieces.end,
@@ -301,25 +302,25 @@ pub fn decode(pages: &[PageId]) -> StepRow<'_> {
     StepRow { tokens: 1, prefix: PREFIX, pages }
 }
 
-fn shape(class: Class) -> JobShape {
+fn shape(kind: WorkKind) -> JobShape {
     let blocks = 0..BLOCKS as u32;
     JobShape {
-        class,
-        blocks: match class {
-            Class::Backward => blocks.clone().chain(blocks.rev()).collect(),
+        kind,
+        blocks: match kind {
+            WorkKind::Backward => blocks.clone().chain(blocks.rev()).collect(),
             _ => blocks.collect(),
         },
-        pieces: match class {
-            Class::Decode => vec![1],
-            class => vec![piece_tokens(class); TOKENS / piece_tokens(class)],
+        pieces: match kind {
+            WorkKind::Decode => vec![1],
+            kind => vec![piece_tokens(kind); TOKENS / piece_tokens(kind)],
         },
     }
 }
 
 /// Tokens of a piece of a job in the background.
-fn piece_tokens(class: Class) -> usize {
-    match class {
-        Class::Backward => BACK_PIECE,
+fn piece_tokens(kind: WorkKind) -> usize {
+    match kind {
+        WorkKind::Backward => BACK_PIECE,
         _ => PIECE,
     }
 }

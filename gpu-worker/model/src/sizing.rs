@@ -6,7 +6,7 @@
 mod need;
 
 pub use need::{GRAPH_LAUNCH_BYTES, Machine, Need, Sharing, graph_block_bytes, step_kv_bytes};
-use shared::job::JobKind;
+use shared::job::WorkKind;
 use shared::model::{MAX_STEP_TOKENS, PAGE_TOKENS};
 
 use crate::spec::{BlockSpec, Mlp};
@@ -64,7 +64,7 @@ pub fn work_bytes(spec: &BlockSpec, unit_tokens: [usize; 2], scratch_bytes: u64)
         + gradients
         + 2 * spec.kv_heads * spec.head_dim * forward_rows.max(BATCH_TOKENS)
         + (forward + 2 * spec.hidden) * MAX_STEP_TOKENS;
-    let kinds = [JobKind::Forward, JobKind::Backward];
+    let kinds = [WorkKind::Forward, WorkKind::Backward];
     let resident: usize = kinds.iter().map(|&kind| resident_bytes(spec, kind)).sum();
     let (up, down) = ROUNDING;
     (4 * floats as u64 + scratch_bytes).saturating_mul(up) / down
@@ -96,14 +96,14 @@ pub fn resident_tokens(spec: &BlockSpec) -> usize {
 
 /// Most bytes of pages, and for gradients of the inputs of blocks, that a job without cache keeps
 /// on a device from unit to unit.
-pub fn resident_bytes(spec: &BlockSpec, kind: JobKind) -> usize {
+pub fn resident_bytes(spec: &BlockSpec, kind: WorkKind) -> usize {
     // Keys and values, 16 bits each.
     let pages = 4 * spec.kv_heads * spec.head_dim;
     let (tokens, blocks) = RESIDENT_INPUTS;
     match kind {
-        JobKind::Step => 0,
-        JobKind::Forward => (pages * resident_tokens(spec)).min(RESIDENT_BYTES),
-        JobKind::Backward => (tokens * blocks * (pages + 2 * spec.hidden)).min(RESIDENT_BYTES),
+        WorkKind::Decode | WorkKind::Prefill => 0,
+        WorkKind::Forward => (pages * resident_tokens(spec)).min(RESIDENT_BYTES),
+        WorkKind::Backward => (tokens * blocks * (pages + 2 * spec.hidden)).min(RESIDENT_BYTES),
     }
 }
 

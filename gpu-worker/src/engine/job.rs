@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kernels::ops::OpError;
 use shared::ids::JobId;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::Engine;
 use crate::device::{DeviceBackend, HiddenStates, PassRunner, TransferError, read};
@@ -68,8 +68,8 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let (map, arena) = self.link.as_mut().ok_or(NO_LINK)?;
         let (body, backend) = (&job.plan.body, &mut self.backend);
         let memory = match body.kind {
-            JobKind::Step => None,
-            JobKind::Forward | JobKind::Backward => {
+            WorkKind::Decode | WorkKind::Prefill => None,
+            WorkKind::Forward | WorkKind::Backward => {
                 let layout = self.kv_shape.layout;
                 Some(self.passes.begin(backend, arena, self.spec, layout, &job.plan)?)
             }
@@ -94,7 +94,7 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let (_, arena) = self.link.as_mut().ok_or(NO_LINK)?;
         let (body, backend) = (&plan.body, &mut self.backend);
         match (&begun.memory, body.kind) {
-            (Some(memory), JobKind::Backward) => {
+            (Some(memory), WorkKind::Backward) => {
                 self.passes.store(backend, arena, memory, body.output, body.dtype)
             }
             _ => begun.hidden.store(backend, arena, body.output, body.dtype),

@@ -69,7 +69,7 @@ fn take_no_more_than_planned(model: &Model) {
     let after = engine.backend.taken();
     assert_eq!(after.allocations, rehearsed.allocations, "{after:?}");
     assert!(
-        rehearsed.bytes > resident_bytes(&model.spec, JobKind::Backward) as u64,
+        rehearsed.bytes > resident_bytes(&model.spec, WorkKind::Backward) as u64,
         "what is resident is taken before the first job"
     );
 }

@@ -10,7 +10,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::JobId;
-use shared::job::{JobBody, JobKind, Prompts, SlotRef};
+use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
 
 use super::tests::{Bench, HIDDEN, SLOT, mixture, model};
 use super::{Begun, Engine, Job};
@@ -31,7 +31,7 @@ fn slot(number: u64, values: u32) -> SlotRef {
 }
 
 /// A job with deep prompts; its values depend on nothing but their places.
-fn body(bench: &Bench<'_>, kind: JobKind) -> JobBody {
+fn body(bench: &Bench<'_>, kind: WorkKind) -> JobBody {
     let states = BATCH * TOKENS * HIDDEN as u32;
     let prompts = BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN as u32;
     let body = JobBody {
@@ -48,8 +48,8 @@ fn body(bench: &Bench<'_>, kind: JobKind) -> JobBody {
         input: slot(0, states),
         output: slot(1, states),
         prompts: Some(Prompts { slot: slot(2, prompts), batch: BATCH, tokens: PROMPT_TOKENS }),
-        output_gradient: (kind == JobKind::Backward).then(|| slot(3, states)),
-        prompt_gradient: (kind == JobKind::Backward).then(|| slot(4, prompts)),
+        output_gradient: (kind == WorkKind::Backward).then(|| slot(3, states)),
+        prompt_gradient: (kind == WorkKind::Backward).then(|| slot(4, prompts)),
     };
     for (number, len) in [(0, states), (2, prompts), (3, states)] {
         let value = |i: u32| half::bf16::from_f32((i as f32 * 0.731 + number as f32).sin());
@@ -64,7 +64,7 @@ fn body(bench: &Bench<'_>, kind: JobKind) -> JobBody {
 }
 
 /// Runs a job in units of about `time`; what it wrote, and whether pages of it were on the host.
-fn run(bench: &mut Bench<'_>, kind: JobKind, time: Duration) -> (Vec<u8>, bool) {
+fn run(bench: &mut Bench<'_>, kind: WorkKind, time: Duration) -> (Vec<u8>, bool) {
     let body = body(bench, kind);
     let mut schedule = Schedule::new(UnitTimes { bulk: time, decode: Duration::ZERO });
     let mut job = Job::new(0, JobId(1), 0, JobPlan::new(body.clone(), 16));
@@ -112,7 +112,7 @@ fn what_is_resident_on_the_device_changes_no_bit() {
     let model = model(0);
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let (whole, pieces) = (Duration::from_secs(3600), Duration::ZERO);
-    for kind in [JobKind::Forward, JobKind::Backward] {
+    for kind in [WorkKind::Forward, WorkKind::Backward] {
         let mut bench = Bench::new(&model, &weights, 1);
         let (resident, is_on_host) = run(&mut bench, kind, pieces);
         assert!(!is_on_host, "all is on the device");
@@ -125,7 +125,7 @@ fn what_is_resident_on_the_device_changes_no_bit() {
             let mut bench = Bench::new(&model, &weights, 1);
             bench.engine.passes.limit_regions(bytes);
             let (got, is_on_host) = run(&mut bench, kind, pieces);
-            assert_eq!(is_on_host, bytes == 0 || kind == JobKind::Backward);
+            assert_eq!(is_on_host, bytes == 0 || kind == WorkKind::Backward);
             assert!(got == resident, "{kind:?} with {bytes} bytes on the device");
         }
     }
@@ -146,7 +146,7 @@ fn take_no_more_than_planned(model: &Model) {
     let rehearsed = bench.engine.taken();
     let cache = model.facts().kv_segment_bytes(span(), KV_PAGES) as u64;
     let planned = weights.bytes() + cache + planned_work(&model.spec);
-    for kind in [JobKind::Forward, JobKind::Backward, JobKind::Forward] {
+    for kind in [WorkKind::Forward, WorkKind::Backward, WorkKind::Forward] {
         run(&mut bench, kind, Duration::from_secs(3600));
     }
     let taken = bench.engine.taken();
@@ -159,7 +159,7 @@ fn a_region_is_for_one_job_at_a_time() {
     let model = model(0);
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let mut bench = Bench::new(&model, &weights, 1);
-    let body = body(&bench, JobKind::Backward);
+    let body = body(&bench, WorkKind::Backward);
     let job = || Job::new(0, JobId(1), 0, JobPlan::new(body.clone(), 16));
     let (mut first, mut second, mut third) = (job(), job(), job());
     bench.engine.begin(&mut first, 0).unwrap();

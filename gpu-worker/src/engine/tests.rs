@@ -13,7 +13,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
-use shared::job::{JobBody, JobKind, Prompts, SlotRef};
+use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
@@ -94,7 +94,7 @@ impl<'w> Bench<'w> {
         let first = 8 * session as u32;
         let prompts = (self.prompts > 0).then(|| self.prompts_of(session));
         JobBody {
-            kind: JobKind::Step,
+            kind: WorkKind::of_step(1, tokens as u32),
             dtype: DType::Bf16,
             blocks: (0..BLOCKS).map(BlockIndex).collect(),
             adapter,

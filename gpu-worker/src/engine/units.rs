@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use shared::block::BlockIndex;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::{Begun, Engine, EngineError, Job};
 use crate::device::{DeviceBackend, PassRunner, PassUnit, StepRunner, StepUnit, TransferError};
@@ -24,8 +24,8 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let member = unit.members.first().ok_or_else(missing)?;
         let job = jobs.get_mut(&member.job).ok_or_else(missing)?;
         match job.plan.body.kind {
-            JobKind::Step => self.step_unit(unit, jobs),
-            JobKind::Forward | JobKind::Backward => self.pass_unit(unit.block, member, job),
+            WorkKind::Decode | WorkKind::Prefill => self.step_unit(unit, jobs),
+            WorkKind::Forward | WorkKind::Backward => self.pass_unit(unit.block, member, job),
         }
     }
 

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 use shared::config::FaultPoint;
-use shared::job::JobError;
+use shared::job::{JobError, WorkKind};
 use shared::shm::arena::ArenaMap;
-use shared::shm::board::{BoardWriter, Phase, WorkKind};
+use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::segment::OutOfBounds;
 
 use super::Exit;
@@ -67,7 +67,7 @@ impl<'w, B: DeviceBackend> Execution<'w, B> {
     pub(super) fn unit(&mut self, unit: &Unit) -> Result<(), Exit> {
         self.engine.unit(unit, &mut self.jobs)?;
         let plans = || unit.members.iter().filter_map(|of| Some(&self.jobs.get(&of.job)?.plan));
-        if plans().all(|plan| plan.kind() == WorkKind::Decode) {
+        if plans().all(|plan| plan.body.kind == WorkKind::Decode) {
             self.board.decoded(plans().map(|plan| u64::from(plan.body.batch)).sum());
         }
         Ok(())

@@ -6,7 +6,7 @@ use shared::block::BlockIndex;
 use shared::control::Role;
 use shared::dtype::DType;
 use shared::ids::{Generation, PageId, Rank, WorldSize};
-use shared::job::{JobKind, PageCopy, Prompts, SlotRef};
+use shared::job::{PageCopy, Prompts, SlotRef, WorkKind};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
 
@@ -125,7 +125,7 @@ fn steps_over_shuffled_pages_give_the_bits_of_one_forward() {
         let model = Model::new(dtype);
         let (limits, whole) = (model.limits(), input(45, 3));
         let end = with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-            let forward = netd.job(JobKind::Forward, &limits, 1, &whole);
+            let forward = netd.job(WorkKind::Forward, &limits, 1, &whole);
             let expected = netd.call(&forward).unwrap();
             let mut free = shuffled_pages();
             for lengths in
@@ -191,7 +191,7 @@ fn decode_steps_computed_together_have_the_bits_of_each_alone() {
                 if i % 2 == 1 {
                     body.blocks.truncate(2);
                 }
-                let id = netd.push(JobKind::Step, &body.encode());
+                let id = netd.push(&body);
                 (id, body)
             })
             .collect();
@@ -213,7 +213,7 @@ fn a_decode_step_overtakes_a_long_forward() {
         let mut free = shuffled_pages();
         let long: Vec<_> = (0..20).map(|s| netd_forward(netd, &limits, s)).collect();
         let step = Session::new().step(netd, &limits, &mut free, &input(1, 1));
-        let step = netd.push(JobKind::Step, &step.encode());
+        let step = netd.push(&step);
         netd.wake();
         let order: Vec<_> = (0..21).map(|_| netd.next(DEADLINE).unwrap().id).collect();
         let place = order.iter().position(|&id| id == step).unwrap();
@@ -223,8 +223,8 @@ fn a_decode_step_overtakes_a_long_forward() {
 }
 
 fn netd_forward(netd: &mut Netd, limits: &JobLimits, seed: usize) -> JobId {
-    let body = netd.job(JobKind::Forward, limits, 1, &input(60, seed));
-    netd.push(JobKind::Forward, &body.encode())
+    let body = netd.job(WorkKind::Forward, limits, 1, &input(60, seed));
+    netd.push(&body)
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn deep_prompts_are_added_before_their_block_at_the_first_tokens() {
         let (tokens, prompt) = (input(50, 1), input(40, 2));
         let mut sum = tokens.clone();
         sum.iter_mut().zip(&prompt).for_each(|(x, p)| *x += p);
-        let mut expected = netd.job(JobKind::Forward, &limits, 1, &sum);
+        let mut expected = netd.job(WorkKind::Forward, &limits, 1, &sum);
         expected.blocks = first_block();
         let expected = netd.call(&expected).unwrap();
 
@@ -295,11 +295,11 @@ fn a_batch_gives_every_row_the_bits_of_that_row_alone() {
         let alone: Vec<_> = rows
             .iter()
             .map(|row| {
-                let body = netd.job(JobKind::Forward, &limits, 1, row);
+                let body = netd.job(WorkKind::Forward, &limits, 1, row);
                 netd.call(&body).unwrap()
             })
             .collect();
-        let batch = netd.job(JobKind::Forward, &limits, 3, &rows.concat());
+        let batch = netd.job(WorkKind::Forward, &limits, 3, &rows.concat());
         assert!(netd.call(&batch).unwrap() == alone.concat());
     });
 }
@@ -309,7 +309,7 @@ fn refused_jobs_say_why_and_the_next_job_is_served() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let good = netd.job(JobKind::Forward, &limits, 1, &input(2, 1));
+        let good = netd.job(WorkKind::Forward, &limits, 1, &input(2, 1));
         let expected = netd.call(&good).unwrap();
         type Change = fn(&mut JobBody);
         let cases: [(Change, JobError); 6] = [
@@ -331,7 +331,7 @@ fn refused_jobs_say_why_and_the_next_job_is_served() {
         step.page_tables = vec![vec![PageId(KV_PAGES)]];
         let outside = JobError::BadPage { page: u64::from(KV_PAGES), pages: u64::from(KV_PAGES) };
         assert_eq!(netd.call(&step), Err(outside));
-        let again = netd.job(JobKind::Forward, &limits, 1, &input(2, 1));
+        let again = netd.job(WorkKind::Forward, &limits, 1, &input(2, 1));
         assert!(netd.call(&again).unwrap() == expected);
     });
 }
@@ -342,7 +342,7 @@ fn stale_and_unsupported_jobs_are_refused() {
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
         let slot = SlotRef { offset: 0, len: 0 };
         let mut refused = |id: u64, change: fn(&mut JobDescriptor)| {
-            let mut descriptor = netd.descriptor(JobId(id), JobKind::Forward, slot);
+            let mut descriptor = netd.descriptor(JobId(id), WorkKind::Forward, slot);
             change(&mut descriptor);
             netd.push_entry(descriptor.encode());
             netd.wake();
@@ -356,7 +356,7 @@ fn stale_and_unsupported_jobs_are_refused() {
             refused(71, |d| d.netd_generation = Generation(0)),
             JobError::Stale { got: 0, want: 1 }
         );
-        assert_eq!(refused(72, |d| d.kind = JobKind::Backward), JobError::BadBody { at: 0 });
+        assert_eq!(refused(72, |d| d.kind = WorkKind::Backward), JobError::BadBody { at: 0 });
         assert_eq!(refused(73, |_| ()), JobError::BadBody { at: 0 });
         let other_rank = |d: &mut JobDescriptor| d.worker.rank = Rank(1);
         assert!(matches!(refused(75, other_rank), JobError::WrongWorker { .. }));
@@ -372,7 +372,7 @@ fn garbage_in_the_ring_and_in_bodies_is_answered_and_harms_nothing() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let good = netd.job(JobKind::Forward, &limits, 1, &input(4, 1));
+        let good = netd.job(WorkKind::Forward, &limits, 1, &input(4, 1));
         let expected = netd.call(&good).unwrap();
         let mut state = 0x9e37_79b9_7f4a_7c15u64;
         let mut random = move || {
@@ -385,7 +385,7 @@ fn garbage_in_the_ring_and_in_bodies_is_answered_and_harms_nothing() {
             let mut entry: Entry = std::array::from_fn(|_| random());
             entry[1] = 1_000_000 + round;
             if round % 2 == 0 {
-                entry[0] = netd.descriptor(JobId(0), JobKind::Step, good.input).encode()[0];
+                entry[0] = netd.descriptor(JobId(0), WorkKind::Decode, good.input).encode()[0];
             }
             netd.push_entry(entry);
             netd.wake();
@@ -396,12 +396,12 @@ fn garbage_in_the_ring_and_in_bodies_is_answered_and_harms_nothing() {
         for at in 0..bytes.len() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1 << (random() % 8);
-            let id = netd.push(JobKind::Step, &bytes);
+            let id = netd.push_bytes(WorkKind::Decode, &bytes);
             netd.wake();
             // Some changes leave a job that makes sense; each is answered once.
             let _ = netd.answer(id);
         }
-        let again = netd.job(JobKind::Forward, &limits, 1, &input(4, 1));
+        let again = netd.job(WorkKind::Forward, &limits, 1, &input(4, 1));
         assert!(netd.call(&again).unwrap() == expected);
     });
 }
@@ -411,9 +411,9 @@ fn answers_wait_for_room_in_the_ring_and_none_is_lost() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let body = netd.job(JobKind::Forward, &limits, 1, &input(1, 1)).encode();
+        let body = netd.job(WorkKind::Forward, &limits, 1, &input(1, 1));
         // More than the completion ring holds, before any answer is taken.
-        let jobs: Vec<_> = (0..400).map(|_| netd.push(JobKind::Forward, &body)).collect();
+        let jobs: Vec<_> = (0..400).map(|_| netd.push(&body)).collect();
         netd.wake();
         let mut ids: Vec<_> =
             jobs.iter().map(|_| netd.next(DEADLINE).expect("an answer in time").id).collect();
@@ -432,7 +432,7 @@ fn a_new_link_drops_what_the_old_one_asked_for() {
         commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
         old.wake_always();
         let mut new = parts.netd();
-        let body = new.job(JobKind::Forward, &limits, 1, &input(1, 1));
+        let body = new.job(WorkKind::Forward, &limits, 1, &input(1, 1));
         new.call(&body).unwrap();
         let answered = std::iter::from_fn(|| old.next(Duration::ZERO)).count();
         assert!(answered < long.len(), "all jobs of the old link were served");
@@ -479,10 +479,9 @@ fn a_drain_without_time_refuses_what_is_left_and_answers_it() {
     let limits = model.limits();
     let kv = kv_segment(model.facts());
     let (end, refused) = with_drain_time(&model, &kv, Duration::ZERO, |netd, commands| {
-        let body = netd.job(JobKind::Forward, &limits, 1, &input(60, 1));
+        let body = netd.job(WorkKind::Forward, &limits, 1, &input(60, 1));
         netd.call(&body).unwrap();
-        let body = body.encode();
-        let jobs: Vec<_> = (0..200).map(|_| netd.push(JobKind::Forward, &body)).collect();
+        let jobs: Vec<_> = (0..200).map(|_| netd.push(&body)).collect();
         commands.send(Command::Drain).unwrap();
         netd.wake_always();
         let answers = jobs.iter().map(|&job| netd.answer(job));

@@ -1,7 +1,9 @@
 //! A job on its way: block by block, piece by piece. Who plans units and who follows a plan count
 //! the steps of a job alike.
 
-use super::{Advance, Class, JobShape, Member, Unit};
+use shared::job::WorkKind;
+
+use super::{Advance, JobShape, Member, Unit};
 
 /// Where a job is: at a block of its shape, before one of its pieces.
 #[derive(Debug)]
@@ -36,18 +38,18 @@ impl Walk {
 
     /// Whether it is a decode step.
     pub(super) fn is_decode(&self) -> bool {
-        self.shape.class == Class::Decode
+        self.shape.kind == WorkKind::Decode
     }
 
     /// Whether the block at `position` is taken on the way back, which costs several times as much.
     pub(super) fn is_back(&self, position: usize) -> bool {
-        self.shape.class == Class::Backward && position >= self.shape.blocks.len() / 2
+        self.shape.kind == WorkKind::Backward && position >= self.shape.blocks.len() / 2
     }
 
     /// Whether the block at `position` is the last before the way back, of which only keys and
     /// values are computed.
     pub(super) fn is_last_forward(&self, position: usize) -> bool {
-        self.shape.class == Class::Backward && position + 1 == self.shape.blocks.len() / 2
+        self.shape.kind == WorkKind::Backward && position + 1 == self.shape.blocks.len() / 2
     }
 
     /// Whether `member` is the part of this job in `unit`, and what the job does next. Nothing of
@@ -61,12 +63,12 @@ impl Walk {
         };
         let is_there = blocks.iter().zip(0..).all(|(&b, i)| b.checked_sub(unit.block) == Some(i));
         let is_whole = *pieces == (0..self.shape.pieces.len());
-        let fits_class = match self.shape.class {
-            Class::Decode => is_whole,
+        let fits_kind = match self.shape.kind {
+            WorkKind::Decode => is_whole,
             _ => count == 1 && unit.members.len() == 1,
         };
         is_there
-            && fits_class
+            && fits_kind
             && (*position, pieces.start) == (self.position, self.piece)
             && pieces.start < pieces.end
             && pieces.end <= self.shape.pieces.len()

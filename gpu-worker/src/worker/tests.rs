@@ -336,7 +336,7 @@ fn a_second_netd_is_linked_after_the_first() {
     let (mut worker, _) = Start::new(&model, &kv, 3).ready();
     let (first, mut second) = (worker.link(1), worker.link(2));
     drop(first);
-    let body = second.job(shared::job::JobKind::Forward, &model.limits(), 1, &input(3, 1));
+    let body = second.job(shared::job::WorkKind::Forward, &model.limits(), 1, &input(3, 1));
     second.call(&body).unwrap();
     let seen = worker.seen();
     assert_eq!(seen.work.all().jobs, 1);

@@ -26,7 +26,7 @@ use nix::unistd::Pid;
 use shared::block::Span;
 use shared::control::{Capacity, FdTag, LinkInit, WorkerUp};
 use shared::ids::{Generation, GroupId, WorkerId};
-use shared::job::{Completion, JobDescriptor, JobKind};
+use shared::job::{Completion, JobDescriptor, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::{Doorbell, MAX_SPIN};
 use shared::shm::pair::{RingIdentity, RingPair};
@@ -145,7 +145,7 @@ async fn link(core: usize, spins: bool) -> Vec<Duration> {
     let arena = MemfdSegment::create("sepal-bench-arena", 4 << 20).expect("an arena");
     let plan = arena::plan(4 << 20, 4096).expect("a plan");
     let arena = ArenaMemory::new(ArenaMap::map(&arena).expect("map"), plan);
-    let slots = arena.reserve(&[64], SlotClass::Decode).await.expect("a slot");
+    let slots = arena.reserve(&[64], SlotClass::Short).await.expect("a slot");
     let body = slots.slot(0);
     let holds = Arc::new(Holds { slots, pages: None });
     let (broken, _reports) = tokio::sync::mpsc::channel(1);
@@ -155,7 +155,7 @@ async fn link(core: usize, spins: bool) -> Vec<Duration> {
     let mut times = Vec::with_capacity(WARM_UP + ROUND_TRIPS);
     for _ in 0..WARM_UP + ROUND_TRIPS {
         let start = Instant::now();
-        link.run(JobKind::Step, body, holds.clone()).await.expect("an answer");
+        link.run(WorkKind::Decode, body, holds.clone()).await.expect("an answer");
         times.push(start.elapsed());
     }
     times.split_off(WARM_UP)

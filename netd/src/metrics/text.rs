@@ -15,9 +15,10 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::{Registry, Unit};
 use shared::control::Role;
 use shared::ids::Rank;
+use shared::job::WorkKind;
 use shared::shm::board::{
     Announcement, BATCH_BOUNDS, BoardSnapshot, ChildSnapshot, ChildState, RestartReason, StepPart,
-    Trouble, WorkCounts, WorkKind,
+    Trouble, WorkCounts,
 };
 use tokio::sync::watch;
 

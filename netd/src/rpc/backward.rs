@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use hivemind::wire::messages::{Compression, Tensor};
 use hivemind::wire::tensor::WireTensor;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::compute::{Arguments, explain, read, write};
 use super::request::Request;
@@ -59,7 +59,7 @@ async fn gradients(
 ) -> Result<Vec<Tensor>, Failure> {
     let kind = |index: usize| kinds.get(index).copied().unwrap_or(caller.compression);
     let route = (request.blocks.clone(), request.adapter);
-    let job = service.job(JobKind::Backward, route, arguments, caller)?;
+    let job = service.job(|_, _| WorkKind::Backward, route, arguments, caller)?;
     let (count, prompts, dtype) = (job.blocks.len(), job.prompts, job.dtype);
     let (batch, tokens, hidden) = (job.batch, job.tokens, job.hidden);
     let bound = bound(service, (batch, tokens), prompts.map_or(0, |(_, length)| length))?;

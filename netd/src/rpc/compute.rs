@@ -12,7 +12,7 @@ use hivemind::wire::metadata::ArgsStructure;
 use hivemind::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{JobKind, MAX_ROWS, SlotRef};
+use shared::job::{MAX_ROWS, SlotRef, WorkKind};
 
 use super::reply::{self, INLINE_BYTES};
 use super::{Failure, Service};
@@ -188,14 +188,15 @@ impl Service {
         Ok(raw_tensor(hidden.shape(), self.facts.dtype.into(), Bytes::new())?)
     }
 
-    /// The job over `arguments`, which are not empty. Their shapes are checked here, and nowhere
+    /// The job over `arguments`, which are not empty; `kind` says what it is by its rows and their
+    /// tokens. The shapes of the arguments are checked here, and nowhere
     /// else.
     ///
     /// # Errors
     /// With the text for the client.
     pub(super) fn job(
         &self,
-        kind: JobKind,
+        kind: fn(u32, u32) -> WorkKind,
         (blocks, adapter): (Vec<BlockIndex>, Option<u32>),
         arguments: &Arguments,
         caller: Caller,
@@ -205,7 +206,7 @@ impl Service {
         let prompts = arguments.prompt_shape(blocks.len(), batch, tokens, hidden)?;
         Ok(Job {
             caller,
-            kind,
+            kind: kind(batch, tokens),
             dtype: self.facts.dtype,
             blocks,
             batch,

@@ -10,7 +10,7 @@ use hivemind::task;
 use hivemind::wire::resumption::NOT_SERVING;
 use tokio::sync::{mpsc, watch};
 
-use super::whole::{self, Rpc};
+use super::whole;
 use super::{Failure, Service, inference, info, push};
 use crate::swarm::rate::{self, serve::Counterpart};
 use crate::swarm::reachability::Checker;
@@ -67,10 +67,12 @@ impl Router {
         let outcome = match (protocol, service.clone()) {
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
-                return whole::serve_unary(&service, Rpc::Forward, peer, request, responder).await;
+                return whole::serve_unary(&service, whole::FORWARD, peer, request, responder)
+                    .await;
             }
             (names::BACKWARD, Some(service)) => {
-                return whole::serve_unary(&service, Rpc::Backward, peer, request, responder).await;
+                return whole::serve_unary(&service, whole::BACKWARD, peer, request, responder)
+                    .await;
             }
             (names::INFO, Some(service)) => info::answer(&service, request),
             (names::PUSH, Some(service)) => push::answer(&service, peer, request).await,
@@ -96,10 +98,10 @@ impl Router {
             (_, None) => stream.fail(&not_yet().stream_text()).await,
             (names::INFERENCE, Some(service)) => inference::serve(&service, peer, stream).await,
             (names::FORWARD_STREAM, Some(service)) => {
-                whole::serve_stream(&service, Rpc::Forward, peer, stream).await;
+                whole::serve_stream(&service, whole::FORWARD, peer, stream).await;
             }
             (names::BACKWARD_STREAM, Some(service)) => {
-                whole::serve_stream(&service, Rpc::Backward, peer, stream).await;
+                whole::serve_stream(&service, whole::BACKWARD, peer, stream).await;
             }
             _ => stream.fail("not served here").await,
         }

@@ -1,7 +1,7 @@
 //! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache.
 
 use hivemind::wire::messages::Tensor;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::compute::Arguments;
 use super::request::Request;
@@ -22,6 +22,6 @@ pub(super) async fn forward(service: &Service, request: &Request<'_>) -> Result<
         return service.echo(&arguments.hidden);
     }
     let route = (request.blocks.clone(), request.adapter);
-    let job = service.job(JobKind::Forward, route, &arguments, caller)?;
+    let job = service.job(|_, _| WorkKind::Forward, route, &arguments, caller)?;
     Ok(service.compute(job, &arguments).await?.0)
 }

@@ -1,7 +1,7 @@
 //! The order of large jobs before the rings: prefills have one queue, forward and backward jobs
-//! another, each fair among peers. Decode steps go straight to the workers, which batch them.
+//! another, each fair among peers. Short steps go straight to the workers.
 
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use crate::sessions::fair_permits::{FairPermits, Permit};
 use crate::workers::arena::SlotClass;
@@ -36,11 +36,11 @@ impl Order {
         let tokens = job.total_tokens();
         let cost = tokens.saturating_mul(job.blocks.len() as u64);
         let (permits, cost) = match job.kind {
-            _ if job.slot_class() == SlotClass::Decode => return None,
-            JobKind::Step => (&self.prefill, cost),
-            JobKind::Forward if tokens <= TINY_TOKENS => return None,
-            JobKind::Backward => (&self.whole, cost.saturating_mul(BACKWARD_COST)),
-            JobKind::Forward => (&self.whole, cost),
+            _ if job.slot_class() == SlotClass::Short => return None,
+            WorkKind::Decode | WorkKind::Prefill => (&self.prefill, cost),
+            WorkKind::Forward if tokens <= TINY_TOKENS => return None,
+            WorkKind::Backward => (&self.whole, cost.saturating_mul(BACKWARD_COST)),
+            WorkKind::Forward => (&self.whole, cost),
         };
         Some(permits.acquire(job.caller.peer, job.caller.points, cost).await)
     }

@@ -11,20 +11,26 @@ use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use prost::Message;
-use shared::shm::board::{Trouble, WorkKind};
+use shared::job::WorkKind;
+use shared::shm::board::Trouble;
 use tokio::time::timeout;
 
 use super::request::{Request, decode};
 use super::{Failure, Service, backward, forward};
 
-/// What is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rpc {
-    /// Hidden states.
-    Forward,
-    /// Gradients.
-    Backward,
+/// One of the two RPCs over whole sequences.
+#[derive(Debug)]
+pub struct Rpc {
+    name: &'static str,
+    kind: WorkKind,
+    /// Tensors of the size of the first that a request is expected to have, prompts included.
+    tensors: usize,
 }
+
+/// Hidden states are asked for.
+pub const FORWARD: &Rpc = &Rpc { name: names::FORWARD, kind: WorkKind::Forward, tensors: 2 };
+/// Gradients are asked for.
+pub const BACKWARD: &Rpc = &Rpc { name: names::BACKWARD, kind: WorkKind::Backward, tensors: 3 };
 
 /// Tensors of one request; two are used.
 const MAX_TENSORS: usize = 16;
@@ -35,7 +41,7 @@ const FRAME_ROOM_BYTES: usize = 1 << 20;
 /// Serves one unary call.
 pub async fn serve_unary(
     service: &Service,
-    rpc: Rpc,
+    rpc: &Rpc,
     peer: PeerId,
     request: Bytes,
     mut responder: UnaryResponder,
@@ -59,7 +65,7 @@ pub async fn serve_unary(
 }
 
 /// Serves one stream: parts of tensors up to the caller's end of input, then parts of the answer.
-pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: InboundStream) {
+pub async fn serve_stream(service: &Service, rpc: &Rpc, peer: PeerId, stream: InboundStream) {
     let (mut reader, mut writer) = stream.into_split();
     reader.set_max_frame_bytes((PART_BYTES + FRAME_ROOM_BYTES) as u64);
     let work = async {
@@ -97,7 +103,7 @@ pub async fn serve_stream(service: &Service, rpc: Rpc, peer: PeerId, stream: Inb
 /// for what the first part says of its tensor, so that no two requests wait for each other's rest.
 async fn collect(
     service: &Service,
-    rpc: Rpc,
+    rpc: &Rpc,
     reader: &mut InboundReader,
 ) -> Result<Option<(ExpertRequest, Option<Reservation>)>, Failure> {
     let most = usize::try_from(service.max_request_bytes()).unwrap_or(usize::MAX);
@@ -153,7 +159,7 @@ impl Whole {
     /// Reserves for a request of which the first part has come.
     async fn reserve(
         reader: &mut InboundReader,
-        rpc: Rpc,
+        rpc: &Rpc,
         first: &ExpertRequest,
         received: usize,
         most: usize,
@@ -180,44 +186,36 @@ impl Whole {
 
 /// Bytes of a streamed request by its first part: tensors like the first, as float32, and as much
 /// again for prompts.
-fn expected_bytes(rpc: Rpc, first: &ExpertRequest) -> usize {
+fn expected_bytes(rpc: &Rpc, first: &ExpertRequest) -> usize {
     let elements = first.tensors.first().map_or(0, |part| {
         let sizes = part.size.iter().map(|size| *size as usize);
         sizes.fold(4, usize::saturating_mul)
     });
-    let tensors = match rpc {
-        Rpc::Forward => 2,
-        Rpc::Backward => 3,
-    };
-    elements.saturating_mul(tensors)
+    elements.saturating_mul(rpc.tensors)
 }
 
 /// The tensors that answer `request`.
 async fn answer(
     service: &Service,
-    rpc: Rpc,
+    rpc: &Rpc,
     peer: PeerId,
     request: &ExpertRequest,
 ) -> Result<Vec<Tensor>, Failure> {
     let before = service.before(&request.uid);
     let service = before.as_deref().unwrap_or(service);
     let blocks = service.blocks(&request.uid)?;
-    let name = match rpc {
-        Rpc::Forward => names::FORWARD,
-        Rpc::Backward => names::BACKWARD,
-    };
-    let metadata = RequestMetadata::parse(&request.metadata, name)?;
+    let metadata = RequestMetadata::parse(&request.metadata, rpc.name)?;
     let adapter = service.adapter(&metadata)?;
     let request = Request { peer, blocks, tensors: &request.tensors, metadata, adapter };
-    let (kind, tensors) = match rpc {
-        Rpc::Forward => (WorkKind::Forward, vec![forward::forward(service, &request).await?]),
-        Rpc::Backward => (WorkKind::Backward, backward::backward(service, &request).await?),
+    let tensors = match rpc.kind {
+        WorkKind::Backward => backward::backward(service, &request).await?,
+        _ => vec![forward::forward(service, &request).await?],
     };
     // The answer has the shape of the hidden states: [batch, tokens, hidden].
     let tokens = match tensors.first().map(|output| output.size.as_slice()) {
         Some([batch, tokens, _]) => u64::from(*batch) * u64::from(*tokens),
         _ => 0,
     };
-    service.telemetry.answered(kind, tokens);
+    service.telemetry.answered(rpc.kind, tokens);
     Ok(tensors)
 }

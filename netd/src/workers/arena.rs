@@ -2,9 +2,9 @@
 //! waits: nobody holds some while waiting for others, so that a full arena slows requests down and
 //! never locks them up.
 //!
-//! Decode steps of few rows live in fixed small slots, larger ones in the decode region, everything
-//! else in bulk. Each region has its own queue, first come first served: neither memory nor a queue
-//! is shared, so bulk never delays decode.
+//! Short steps of few rows live in fixed small slots, larger ones in a region of their own,
+//! everything else in bulk. Each region has its own queue, first come first served: neither memory nor a queue
+//! is shared, so bulk never delays short steps.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,27 +14,27 @@ use shared::shm::allocator::{AllocError, ArenaAllocator, ArenaPlan, PlanError, R
 use shared::shm::arena::ArenaMap;
 use tokio::sync::oneshot;
 
-/// Most slots of decode steps: three for each of the 256 jobs that one worker can have in flight,
+/// Most slots of short steps: three for each of the 256 jobs that one worker can have in flight,
 /// and as many for a second.
 const MAX_SMALL_SLOTS: u64 = 1536;
 /// Rows of one token that fit a small slot: a beam search, or a short speculation.
 const SMALL_SLOT_ROWS: u64 = 4;
 /// Bytes of a small slot at least: it also holds the body of a job, with its page tables.
 const MIN_SMALL_SLOT_BYTES: u64 = 4096;
-/// Tokens of all rows up to which a step is a decode step: what Petals calls a short request
+/// Tokens of all rows up to which a step is short: what Petals calls a short request
 /// (`backend.py`).
-pub const DECODE_TOKENS: u64 = 128;
-/// Most decode steps of [`DECODE_TOKENS`] that the decode region holds at once: the jobs that one
-/// worker can have in flight.
-const MAX_DECODE_STEPS: u64 = 256;
-/// The arena is divided by this for the small slots, and again for the decode region.
-const DECODE_SHARE: u64 = 8;
+pub const SHORT_STEP_TOKENS: u64 = 128;
+/// Most steps of [`SHORT_STEP_TOKENS`] that their region holds at once: the jobs that one worker can
+/// have in flight.
+const MAX_SHORT_STEPS: u64 = 256;
+/// The arena is divided by this for the small slots, and again for the region of short steps.
+const SHORT_SHARE: u64 = 8;
 
 /// What slots are for, which says where they lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotClass {
-    /// A step of at most [`DECODE_TOKENS`] tokens.
-    Decode,
+    /// A step of at most [`SHORT_STEP_TOKENS`] tokens.
+    Short,
     /// Prefill, forward and backward.
     Bulk,
 }
@@ -56,7 +56,7 @@ struct Inner {
 struct Slots {
     allocator: ArenaAllocator,
     small: VecDeque<Waiting>,
-    decode: VecDeque<Waiting>,
+    short: VecDeque<Waiting>,
     bulk: VecDeque<Waiting>,
 }
 
@@ -109,19 +109,19 @@ pub struct TooLarge {
 /// [`PlanError`] when it is too small for anything.
 pub fn plan(total_bytes: u64, row_bytes: u64) -> Result<ArenaPlan, PlanError> {
     let slot_bytes = row_bytes.saturating_mul(SMALL_SLOT_ROWS).max(MIN_SMALL_SLOT_BYTES);
-    let share = total_bytes / DECODE_SHARE;
+    let share = total_bytes / SHORT_SHARE;
     let slots = (share / slot_bytes.max(1)).clamp(1, MAX_SMALL_SLOTS);
-    let step_bytes = row_bytes.saturating_mul(2 * DECODE_TOKENS).saturating_add(slot_bytes);
-    let decode_bytes = share.min(step_bytes.saturating_mul(MAX_DECODE_STEPS));
-    ArenaPlan::new(total_bytes, u32::try_from(slots).unwrap_or(u32::MAX), slot_bytes, decode_bytes)
+    let step_bytes = row_bytes.saturating_mul(2 * SHORT_STEP_TOKENS).saturating_add(slot_bytes);
+    let short_bytes = share.min(step_bytes.saturating_mul(MAX_SHORT_STEPS));
+    ArenaPlan::new(total_bytes, u32::try_from(slots).unwrap_or(u32::MAX), slot_bytes, short_bytes)
 }
 
 impl ArenaMemory {
     /// The arena behind `map`, all of it free.
     pub fn new(map: ArenaMap, plan: ArenaPlan) -> ArenaMemory {
         let allocator = ArenaAllocator::new(plan);
-        let [small, decode, bulk] = std::array::from_fn(|_| VecDeque::new());
-        let slots = Slots { allocator, small, decode, bulk };
+        let [small, short, bulk] = std::array::from_fn(|_| VecDeque::new());
+        let slots = Slots { allocator, small, short, bulk };
         ArenaMemory { inner: Arc::new(Inner { map, slots: Mutex::new(slots) }) }
     }
 
@@ -167,7 +167,7 @@ impl ArenaMemory {
     /// Requests that wait for slots.
     pub fn waiting(&self) -> usize {
         let arena = self.inner.lock();
-        arena.small.len() + arena.decode.len() + arena.bulk.len()
+        arena.small.len() + arena.short.len() + arena.bulk.len()
     }
 }
 
@@ -175,7 +175,7 @@ impl Slots {
     fn queue(&mut self, region: Region) -> &mut VecDeque<Waiting> {
         match region {
             Region::Small => &mut self.small,
-            Region::Decode => &mut self.decode,
+            Region::Short => &mut self.short,
             Region::Bulk => &mut self.bulk,
         }
     }
@@ -194,7 +194,7 @@ impl Inner {
                 let freed = arena.allocator.free(slot);
                 debug_assert!(freed.is_ok(), "a lease frees each of its slots once");
             }
-            for region in [Region::Small, Region::Decode, Region::Bulk] {
+            for region in [Region::Small, Region::Short, Region::Bulk] {
                 while let Some(waiting) = arena.queue(region).pop_front() {
                     if waiting.reply.is_closed() {
                         continue;
@@ -217,15 +217,15 @@ impl Inner {
     }
 }
 
-/// Where the slots of one request lie. A decode step that the decode region could never hold, as
-/// one with deep prompts over many blocks, goes to bulk.
+/// Where the slots of one request lie. A short step that its region could never hold, as one with
+/// deep prompts over many blocks, goes to bulk.
 fn region(plan: &ArenaPlan, sizes: &[u64], class: SlotClass) -> Region {
     let is_small = || sizes.iter().all(|&bytes| bytes <= plan.small_slot_bytes());
     match class {
         SlotClass::Bulk => Region::Bulk,
-        SlotClass::Decode if is_small() => Region::Small,
-        SlotClass::Decode if fits_when_empty(plan, sizes, Region::Decode).is_ok() => Region::Decode,
-        SlotClass::Decode => Region::Bulk,
+        SlotClass::Short if is_small() => Region::Small,
+        SlotClass::Short if fits_when_empty(plan, sizes, Region::Short).is_ok() => Region::Short,
+        SlotClass::Short => Region::Bulk,
     }
 }
 
@@ -266,7 +266,7 @@ fn fits_when_empty(plan: &ArenaPlan, sizes: &[u64], region: Region) -> Result<()
 
 #[cfg(test)]
 mod tests {
-    use super::SlotClass::{Bulk, Decode};
+    use super::SlotClass::{Bulk, Short};
     use super::*;
     use futures::FutureExt;
     use shared::shm::segment::MemfdSegment;
@@ -282,7 +282,7 @@ mod tests {
     #[tokio::test]
     async fn all_slots_come_together_and_go_back_together() {
         let arena = arena(1 << 20);
-        let lease = arena.reserve(&[4096, 100, 64], Decode).await.unwrap();
+        let lease = arena.reserve(&[4096, 100, 64], Short).await.unwrap();
         assert_eq!((lease.slot(1).len, arena.slots_in_use()), (100, 3));
         drop(lease);
         assert_eq!(arena.slots_in_use(), 0);
@@ -291,17 +291,17 @@ mod tests {
     #[tokio::test]
     async fn a_full_region_makes_requests_wait_in_order_and_loses_none() {
         let arena = arena(1 << 20);
-        let held = arena.reserve(&[64; 3], Decode).await.unwrap();
+        let held = arena.reserve(&[64; 3], Short).await.unwrap();
         let waiters: Vec<_> = (0..10)
             .map(|_| {
                 let arena = arena.clone();
-                tokio::spawn(async move { arena.reserve(&[64, 64], Decode).await.map(drop) })
+                tokio::spawn(async move { arena.reserve(&[64, 64], Short).await.map(drop) })
             })
             .collect();
         while arena.waiting() < 10 {
             tokio::task::yield_now().await;
         }
-        // Bulk is not held up by decode.
+        // Bulk is not held up by short steps.
         assert!(arena.reserve(&[5000], Bulk).await.is_ok());
         drop(held);
         for waiter in waiters {
@@ -316,18 +316,18 @@ mod tests {
         let error = arena.reserve(&[1 << 21], Bulk).await.unwrap_err();
         assert!(error.to_string().contains("2097152 bytes"), "{error}");
         assert!(arena.reserve(&[600_000, 600_000], Bulk).await.is_err());
-        assert!(arena.reserve(&[64; 5], Decode).await.is_err());
-        let error = arena.reserve(&[2 << 20], Decode).await.unwrap_err();
+        assert!(arena.reserve(&[64; 5], Short).await.is_err());
+        let error = arena.reserve(&[2 << 20], Short).await.unwrap_err();
         assert_eq!(error.bytes, 2 << 20);
     }
 
     #[tokio::test]
     async fn a_waiter_that_gave_up_does_not_hold_up_the_next() {
         let arena = arena(1 << 20);
-        let held = arena.reserve(&[64; 4], Decode).await.unwrap();
+        let held = arena.reserve(&[64; 4], Short).await.unwrap();
         let quitter = tokio::spawn({
             let arena = arena.clone();
-            async move { arena.reserve(&[64; 4], Decode).await.map(drop) }
+            async move { arena.reserve(&[64; 4], Short).await.map(drop) }
         });
         while arena.waiting() == 0 {
             tokio::task::yield_now().await;
@@ -336,7 +336,7 @@ mod tests {
         assert!(quitter.await.is_err());
         let next = tokio::spawn({
             let arena = arena.clone();
-            async move { arena.reserve(&[64], Decode).await.map(drop) }
+            async move { arena.reserve(&[64], Short).await.map(drop) }
         });
         while arena.waiting() < 2 {
             tokio::task::yield_now().await;
@@ -345,7 +345,7 @@ mod tests {
         next.await.unwrap().unwrap();
     }
 
-    /// The slots of a decode step of `rows` rows of 8 KiB: input, output and body.
+    /// The slots of a short step of `rows` rows of 8 KiB: input, output and body.
     fn step(rows: u64) -> [u64; 3] {
         [rows * 8192, rows * 8192, 600]
     }
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_flood_of_bulk_leaves_every_decode_step_its_slots_at_once() {
+    async fn a_flood_of_bulk_leaves_every_short_step_its_slots_at_once() {
         let arena = served();
         // Large ones until bulk is full, then small ones into what is left, then some that wait.
         let mut flood = Vec::new();
@@ -378,7 +378,7 @@ mod tests {
         }
         for rows in [1, 4, 5, 32, 128] {
             let held: Vec<_> = (0..3)
-                .map(|_| arena.reserve(&step(rows), Decode).now_or_never().expect("at once"))
+                .map(|_| arena.reserve(&step(rows), Short).now_or_never().expect("at once"))
                 .collect();
             assert!(held.iter().all(Result::is_ok), "{rows} rows");
         }
@@ -390,24 +390,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn small_requests_of_bulk_take_no_slot_of_decode() {
+    async fn small_requests_of_bulk_take_no_slot_of_short_steps() {
         let arena = served();
         let held: Vec<_> = (0..2000)
             .map(|_| arena.reserve(&[64; 3], Bulk).now_or_never().expect("bulk has room").unwrap())
             .collect();
         let first_of_bulk = held[0].slot(0).offset;
-        let few = arena.reserve(&step(4), Decode).now_or_never().expect("at once").unwrap();
-        let many = arena.reserve(&step(5), Decode).now_or_never().expect("at once").unwrap();
+        let few = arena.reserve(&step(4), Short).now_or_never().expect("at once").unwrap();
+        let many = arena.reserve(&step(5), Short).now_or_never().expect("at once").unwrap();
         assert!(few.slot(2).offset < many.slot(0).offset);
         assert!(many.slot(2).offset < first_of_bulk);
     }
 
     #[tokio::test]
-    async fn a_decode_step_beyond_the_decode_region_goes_to_bulk() {
+    async fn a_short_step_beyond_its_region_goes_to_bulk() {
         let arena = served();
         let prompts = [8192, 8192, 600, 12 << 20];
         let bulk = arena.reserve(&[64], Bulk).await.unwrap().slot(0).offset;
-        let step = arena.reserve(&prompts, Decode).now_or_never().expect("bulk is free").unwrap();
+        let step = arena.reserve(&prompts, Short).now_or_never().expect("bulk is free").unwrap();
         assert_eq!(step.slot(0).offset, bulk);
     }
 }

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shared::block::BlockIndex;
-use shared::job::{JobBody, JobKind, SlotRef};
+use shared::job::{JobBody, SlotRef, WorkKind};
 
 use super::Workers;
 use super::job::{BODY, Holds, INPUT, Job, PROMPTS, piece};
@@ -234,7 +234,7 @@ impl Gradients {
                     let Some(hop) = self.hops.get(hop) else {
                         continue;
                     };
-                    let kind = JobKind::Backward;
+                    let kind = WorkKind::Backward;
                     let mut body = self.body(&hop.blocks, kind, place(input), result, holds);
                     body.output_gradient = Some(gradient);
                     body.prompt_gradient = self.job.prompts.map(|_| {
@@ -275,7 +275,7 @@ impl Gradients {
                 1 => output,
                 _ => spare,
             };
-            let body = self.body(blocks, JobKind::Forward, input, to, holds);
+            let body = self.body(blocks, WorkKind::Forward, input, to, holds);
             workers.run_on(link, &body, holds).await?;
             input = to;
         }
@@ -285,7 +285,7 @@ impl Gradients {
     fn body(
         &self,
         places: &Range<usize>,
-        kind: JobKind,
+        kind: WorkKind,
         input: SlotRef,
         output: SlotRef,
         holds: &Holds,

@@ -7,9 +7,9 @@ use hivemind::p2p::PeerId;
 use hivemind::wire::messages::Compression;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{JobBody, JobKind, Prompts, SlotRef};
+use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
 
-use super::arena::{DECODE_TOKENS, SlotClass, SlotLease};
+use super::arena::{SHORT_STEP_TOKENS, SlotClass, SlotLease};
 use crate::sessions::admission::Lease;
 use crate::sessions::table::StepPlan;
 
@@ -32,7 +32,7 @@ pub struct Job {
     /// Who asks.
     pub caller: Caller,
     /// Step, forward or backward.
-    pub kind: JobKind,
+    pub kind: WorkKind,
     /// Block dtype.
     pub dtype: DType,
     /// Blocks in the order in which they run.
@@ -66,7 +66,9 @@ impl Job {
     /// Where its slots lie.
     pub fn slot_class(&self) -> SlotClass {
         match self.kind {
-            JobKind::Step if self.total_tokens() <= DECODE_TOKENS => SlotClass::Decode,
+            WorkKind::Decode | WorkKind::Prefill if self.total_tokens() <= SHORT_STEP_TOKENS => {
+                SlotClass::Short
+            }
             _ => SlotClass::Bulk,
         }
     }

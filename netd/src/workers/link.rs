@@ -20,7 +20,7 @@ use hivemind::task;
 use shared::block::Span;
 use shared::control::{DeathCause, WorkerUp};
 use shared::ids::{Generation, JobId, WorkerId};
-use shared::job::{Completion, JobDescriptor, JobError, JobKind, SlotRef};
+use shared::job::{Completion, JobDescriptor, JobError, SlotRef, WorkKind};
 use shared::shm::board::monotonic_ns;
 use shared::shm::doorbell::Doorbell;
 use shared::shm::layout::RING_ENTRIES;
@@ -104,7 +104,7 @@ struct LinkState {
 
 #[derive(Debug)]
 struct InFlight {
-    kind: JobKind,
+    kind: WorkKind,
     /// Where its body lies.
     body: SlotRef,
     /// When it was submitted last.
@@ -219,7 +219,7 @@ impl Link {
     /// [`JobFailure`].
     pub async fn run(
         &self,
-        kind: JobKind,
+        kind: WorkKind,
         body: SlotRef,
         holds: Arc<Holds>,
     ) -> Result<JobTimes, JobFailure> {
@@ -398,7 +398,7 @@ impl LinkState {
             return;
         }
         self.kv_losses += 1;
-        let is_step = |job: &InFlight| job.kind == JobKind::Step;
+        let is_step = |job: &InFlight| job.kind.is_step();
         let steps: Vec<JobId> =
             self.jobs.iter().filter(|(_, record)| is_step(record)).map(|(id, _)| *id).collect();
         for job in steps {

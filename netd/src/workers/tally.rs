@@ -4,7 +4,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 /// Jobs of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,11 +28,11 @@ const NAMES: [&str; 3] = ["inference", "forward", "backward"];
 
 impl Tally {
     /// Counts one job.
-    pub(super) fn count(&self, kind: JobKind, examples: u32, compute_ns: u64) {
+    pub(super) fn count(&self, kind: WorkKind, examples: u32, compute_ns: u64) {
         let index = match kind {
-            JobKind::Step => 0,
-            JobKind::Forward => 1,
-            JobKind::Backward => 2,
+            WorkKind::Decode | WorkKind::Prefill => 0,
+            WorkKind::Forward => 1,
+            WorkKind::Backward => 2,
         };
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(share) = shares.get_mut(index) {
@@ -77,9 +77,9 @@ mod tests {
     fn a_report_has_the_form_of_hivemind_and_begins_anew() {
         let tally = Tally::default();
         for _ in 0..4 {
-            tally.count(JobKind::Step, 2, 250_000_000);
+            tally.count(WorkKind::Decode, 2, 250_000_000);
         }
-        tally.count(JobKind::Backward, 3, 6_000_000_000);
+        tally.count(WorkKind::Backward, 3, 6_000_000_000);
         assert_eq!(
             tally.report(Duration::from_secs(60)),
             [

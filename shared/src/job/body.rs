@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::{
-    JobBody, JobError, JobKind, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy,
+    JobBody, JobError, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy, WorkKind,
 };
 use crate::block::{BlockIndex, MAX_BLOCKS};
 use crate::dtype::DType;
@@ -52,7 +52,7 @@ pub struct Prompts {
 
 pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
     let mut out = Writer(bytes);
-    out.word(job.kind as u32 | (job.dtype as u32) << 8);
+    out.word(job.kind.code() as u32 | (job.dtype as u32) << 8);
     out.word(job.adapter.unwrap_or(NONE));
     for n in [job.batch, job.tokens, job.hidden] {
         out.word(n);
@@ -155,8 +155,8 @@ pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobErr
     check_shape(&job, limits)?;
     check_slots(&job, limits)?;
     match job.kind {
-        JobKind::Step => check_pages(&job, limits)?,
-        JobKind::Forward | JobKind::Backward => {
+        WorkKind::Decode | WorkKind::Prefill => check_pages(&job, limits)?,
+        WorkKind::Forward | WorkKind::Backward => {
             let extra = job.prefix_lengths.len() + job.page_tables.len() + job.copies.len();
             bounded(extra as u64, 0, 0)?;
         }
@@ -167,7 +167,7 @@ pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobErr
 fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let head = r.word()?;
     let bad = JobError::BadBody { at: 0 };
-    let kind = JobKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;
+    let kind = WorkKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;
     let dtype = u8::try_from(head >> 8).ok().and_then(DType::from_code).ok_or(bad)?;
     let adapter = Some(r.word()?).filter(|&a| a != NONE);
     let (batch, tokens, hidden) = (r.word()?, r.word()?, r.word()?);
@@ -226,6 +226,9 @@ fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
     bounded(job.blocks.len() as u64, 1, u64::from(MAX_BLOCKS))?;
     bounded(u64::from(job.batch), 1, u64::from(MAX_ROWS))?;
     bounded(u64::from(job.tokens), 1, u64::from(MAX_TOKENS))?;
+    if job.kind.is_step() && job.kind != WorkKind::of_step(job.batch, job.tokens) {
+        return Err(JobError::BadBody { at: 0 });
+    }
     if job.hidden != limits.hidden {
         return Err(JobError::WrongHidden {
             got: u64::from(job.hidden),
@@ -248,7 +251,7 @@ fn check_shape(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
             .local(*block)
             .ok_or(JobError::BlockNotServed { block: u64::from(block.0) })?;
         // A step that names a block twice would write its pages twice.
-        if std::mem::replace(&mut seen[local], true) && job.kind == JobKind::Step {
+        if std::mem::replace(&mut seen[local], true) && job.kind.is_step() {
             return Err(JobError::BlockNotServed { block: u64::from(block.0) });
         }
     }
@@ -271,8 +274,8 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
         p.slot.check(limits.arena_bytes, prompt_bytes(p.batch, p.tokens))?;
     }
     match (job.kind, job.output_gradient) {
-        (JobKind::Backward, Some(slot)) => slot.check(limits.arena_bytes, hidden_bytes)?,
-        (JobKind::Backward, None) => {
+        (WorkKind::Backward, Some(slot)) => slot.check(limits.arena_bytes, hidden_bytes)?,
+        (WorkKind::Backward, None) => {
             return Err(JobError::BadSlot { offset: u64::MAX, len: 0 });
         }
         (_, Some(slot)) => {
@@ -281,7 +284,7 @@ fn check_slots(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
         (_, None) => {}
     }
     match (job.kind, job.prompts, job.prompt_gradient) {
-        (JobKind::Backward, Some(p), Some(slot)) => {
+        (WorkKind::Backward, Some(p), Some(slot)) => {
             slot.check(limits.arena_bytes, prompt_bytes(job.batch, p.tokens))?;
         }
         (_, _, Some(slot)) => {

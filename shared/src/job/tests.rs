@@ -20,7 +20,7 @@ fn slot(offset: u64, len: u64) -> SlotRef {
 /// Two rows with 17 tokens cached, two tokens to come, the second page of each about to be written.
 fn step() -> JobBody {
     JobBody {
-        kind: JobKind::Step,
+        kind: WorkKind::Decode,
         dtype: DType::F32,
         blocks: vec![BlockIndex(2), BlockIndex(3)],
         adapter: None,
@@ -40,7 +40,7 @@ fn step() -> JobBody {
 
 fn backward() -> JobBody {
     JobBody {
-        kind: JobKind::Backward,
+        kind: WorkKind::Backward,
         prefix_lengths: vec![],
         page_tables: vec![],
         copies: vec![],
@@ -134,7 +134,7 @@ fn descriptors_round_trip_and_name_their_worker() {
     let worker = WorkerId { group: GroupId(3), rank: Rank(1), world_size: WorldSize(4) };
     let descriptor = JobDescriptor {
         id: JobId(7),
-        kind: JobKind::Forward,
+        kind: WorkKind::Forward,
         worker,
         worker_generation: Generation(2),
         netd_generation: Generation(5),

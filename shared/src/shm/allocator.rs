@@ -4,15 +4,15 @@
 //! ```text
 //!   0                            small_bytes                                      total_bytes
 //!   +------+------+---  ---+------+------------------------+---------------------------+
-//!   | slot | slot |  ...   | slot |  decode: first fit     |  bulk: first fit          |
+//!   | slot | slot |  ...   | slot |  short: first fit      |  bulk: first fit          |
 //!   +------+------+---  ---+------+------------------------+---------------------------+
-//!   fixed slots, decode steps       larger decode steps      prefill, forward, backward
+//!   fixed slots, short steps        larger short steps      prefill, forward, backward
 //!   of few rows
 //! ```
 //!
-//! Bulk never occupies a small slot or the decode region, so that a flood of long requests leaves
-//! decode its memory. A slot is freed when its job was answered or its worker was reaped, explicitly, never on drop:
-//! forgetting one is visible in [`ArenaAllocator::slots_in_use`], and freeing one twice is refused.
+//! Bulk never occupies a small slot or the region of short steps, so that a flood of long requests
+//! leaves short steps their memory. A slot is freed when its job was answered or its worker was
+//! reaped, explicitly, never on drop: forgetting one is visible in [`ArenaAllocator::slots_in_use`], and freeing one twice is refused.
 
 mod first_fit;
 
@@ -29,13 +29,13 @@ pub const SLOT_ALIGN: u64 = 64;
 pub struct ArenaPlan {
     small_slots: u64,
     small_slot_bytes: u64,
-    decode_bytes: u64,
+    short_bytes: u64,
     bulk_bytes: u64,
 }
 
 impl ArenaPlan {
     /// An arena of `total_bytes` with `small_slots` slots of `small_slot_bytes` (rounded up to
-    /// [`SLOT_ALIGN`]), `decode_bytes` for larger decode steps and the rest in bulk (both rounded
+    /// [`SLOT_ALIGN`]), `short_bytes` for larger short steps and the rest in bulk (both rounded
     /// down).
     ///
     /// # Errors
@@ -44,20 +44,20 @@ impl ArenaPlan {
         total_bytes: u64,
         small_slots: u32,
         small_slot_bytes: u64,
-        decode_bytes: u64,
+        short_bytes: u64,
     ) -> Result<ArenaPlan, PlanError> {
-        let refused = PlanError { total_bytes, small_slots, small_slot_bytes, decode_bytes };
+        let refused = PlanError { total_bytes, small_slots, small_slot_bytes, short_bytes };
         let slot_bytes = small_slot_bytes.checked_next_multiple_of(SLOT_ALIGN).ok_or(refused)?;
         let small_slots = u64::from(small_slots);
         let small_bytes = small_slots.checked_mul(slot_bytes).ok_or(refused)?;
-        let decode_bytes = decode_bytes - decode_bytes % SLOT_ALIGN;
+        let short_bytes = short_bytes - short_bytes % SLOT_ALIGN;
         let rest = total_bytes.checked_sub(small_bytes).ok_or(refused)?;
-        let rest = rest.checked_sub(decode_bytes).ok_or(refused)?;
+        let rest = rest.checked_sub(short_bytes).ok_or(refused)?;
         let bulk_bytes = rest - rest % SLOT_ALIGN;
         if small_bytes == 0 || bulk_bytes == 0 {
             return Err(refused);
         }
-        Ok(ArenaPlan { small_slots, small_slot_bytes: slot_bytes, decode_bytes, bulk_bytes })
+        Ok(ArenaPlan { small_slots, small_slot_bytes: slot_bytes, short_bytes, bulk_bytes })
     }
 
     /// Bytes of one small slot, after rounding.
@@ -65,14 +65,14 @@ impl ArenaPlan {
         self.small_slot_bytes
     }
 
-    /// Where the small slots end and the decode region begins.
+    /// Where the small slots end and the region of short steps begins.
     fn small_bytes(&self) -> u64 {
         self.small_slots * self.small_slot_bytes
     }
 
     /// Where bulk begins.
     fn bulk_start(&self) -> u64 {
-        self.small_bytes() + self.decode_bytes
+        self.small_bytes() + self.short_bytes
     }
 }
 
@@ -80,7 +80,7 @@ impl ArenaPlan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "an arena of {total_bytes} bytes cannot hold {small_slots} slots of {small_slot_bytes} \
-     bytes, {decode_bytes} bytes for decode steps and a bulk region; raise --arena_size"
+     bytes, {short_bytes} bytes for short steps and a bulk region; raise --arena_size"
 )]
 pub struct PlanError {
     /// Size of the arena.
@@ -89,17 +89,17 @@ pub struct PlanError {
     pub small_slots: u32,
     /// Bytes of each.
     pub small_slot_bytes: u64,
-    /// Bytes of the decode region.
-    pub decode_bytes: u64,
+    /// Bytes of the region of short steps.
+    pub short_bytes: u64,
 }
 
 /// Where in an arena a slot lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
-    /// The fixed slots, for decode steps of few rows.
+    /// The fixed slots, for short steps of few rows.
     Small,
-    /// Larger decode steps.
-    Decode,
+    /// Larger short steps.
+    Short,
     /// Everything else.
     Bulk,
 }
@@ -174,7 +174,7 @@ pub struct ArenaAllocator {
     plan: ArenaPlan,
     /// Offsets of free small slots; the last one freed is reused first, while it is warm.
     small_free: Vec<u64>,
-    decode: FirstFit,
+    short: FirstFit,
     bulk: FirstFit,
     /// Slots in use: offset -> what was handed out.
     in_use: HashMap<u64, Slot>,
@@ -190,7 +190,7 @@ impl ArenaAllocator {
                 .rev()
                 .map(|slot| slot * plan.small_slot_bytes)
                 .collect(),
-            decode: FirstFit::new(plan.small_bytes(), plan.decode_bytes),
+            short: FirstFit::new(plan.small_bytes(), plan.short_bytes),
             bulk: FirstFit::new(plan.bulk_start(), plan.bulk_bytes),
             in_use: HashMap::new(),
             serial: 0,
@@ -208,7 +208,7 @@ impl ArenaAllocator {
         }
         let max_bytes = match region {
             Region::Small => self.plan.small_slot_bytes,
-            Region::Decode => self.plan.decode_bytes,
+            Region::Short => self.plan.short_bytes,
             Region::Bulk => self.plan.bulk_bytes,
         };
         let reserved = len.checked_next_multiple_of(SLOT_ALIGN).filter(|&bytes| bytes <= max_bytes);
@@ -217,7 +217,7 @@ impl ArenaAllocator {
         };
         let offset = match region {
             Region::Small => self.small_free.pop(),
-            Region::Decode => self.decode.take(reserved),
+            Region::Short => self.short.take(reserved),
             Region::Bulk => self.bulk.take(reserved),
         };
         match offset {
@@ -240,7 +240,7 @@ impl ArenaAllocator {
         if slot.offset < self.plan.small_bytes() {
             self.small_free.push(slot.offset);
         } else if slot.offset < self.plan.bulk_start() {
-            self.decode.give_back(slot.offset, reserved);
+            self.short.give_back(slot.offset, reserved);
         } else {
             self.bulk.give_back(slot.offset, reserved);
         }
@@ -256,7 +256,7 @@ impl ArenaAllocator {
     pub fn free_bytes(&self, region: Region) -> u64 {
         match region {
             Region::Small => self.small_free.len() as u64 * self.plan.small_slot_bytes,
-            Region::Decode => self.decode.free_bytes(),
+            Region::Short => self.short.free_bytes(),
             Region::Bulk => self.bulk.free_bytes(),
         }
     }

@@ -44,7 +44,7 @@ pub use netd::{
     SessionSnapshot,
 };
 pub use view::{BoardSnapshot, BoardView, ChildSnapshot, Restarts};
-pub use words::{Announcement, ChildState, Phase, RestartReason, StepPart, Trouble, WorkKind};
+pub use words::{Announcement, ChildState, Phase, RestartReason, StepPart, Trouble};
 pub use work::{BATCH_BOUNDS, DeviceFigures, WorkCounts, WorkSnapshot};
 pub use writer::BoardWriter;
 

@@ -54,6 +54,7 @@
 #![cfg_attr(loom, allow(dead_code, reason = "models use the rings alone"))]
 
 use super::sync::{AtomicU64, Claim};
+use crate::job::WorkKind;
 
 /// Version of everything in this file, and of the layout of groups.
 pub const LAYOUT_VERSION: u64 = 6;
@@ -86,8 +87,8 @@ pub const ROLES: usize = 3;
 /// Reasons of restarts that are counted apart ([`super::board::RestartReason`]).
 pub const RESTART_REASONS: usize = 8;
 
-/// Kinds of work that workers count apart ([`super::board::WorkKind`]).
-pub const WORK_KINDS: usize = 4;
+/// Kinds of work that workers count apart.
+pub const WORK_KINDS: usize = WorkKind::ALL.len();
 
 /// Buckets of the histogram of rows in a decode unit: at most 1, 2, 4, ..., 64 rows, and more.
 pub const BATCH_BUCKETS: usize = 8;

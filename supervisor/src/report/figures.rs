@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shared::control::Role;
+use shared::job::WorkKind;
 use shared::shm::board::{
     BATCH_BOUNDS, BoardSnapshot, Coverage, DeviceFigures, Minute, NetdFigures, RestartReason,
-    SessionSnapshot, StepPart, WorkKind, WorkSnapshot,
+    SessionSnapshot, StepPart, WorkSnapshot,
 };
 
 /// Figures of one server.

@@ -7,7 +7,7 @@ use kernels::ops::{OpError, convert};
 use kernels::{Backend, DType, PageLayout};
 use model::BlockSpec;
 use model::sizing::RESIDENT_VALUES;
-use shared::job::{JobKind, SlotRef};
+use shared::job::{SlotRef, WorkKind};
 
 use super::resident::{Region, Resident};
 use super::states::is_aligned;
@@ -83,11 +83,11 @@ impl<G: Gpu> CudaPasses<G> {
         self.regions.iter_mut().for_each(|region| region.limit(bytes));
     }
 
-    fn region(&mut self, kind: JobKind) -> &mut Region<G> {
+    fn region(&mut self, kind: WorkKind) -> &mut Region<G> {
         let [forward, back] = &mut self.regions;
         match kind {
-            JobKind::Backward => back,
-            JobKind::Step | JobKind::Forward => forward,
+            WorkKind::Backward => back,
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => forward,
         }
     }
 
@@ -258,7 +258,7 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
         // Activations are recomputed: saving them would take memory that is not planned for.
         CudaPasses {
             work: GradientWork::new(cuda),
-            regions: [JobKind::Forward, JobKind::Backward]
+            regions: [WorkKind::Forward, WorkKind::Backward]
                 .map(|kind| Region::new(cuda, spec, kind)),
             input: cuda.buffer(0),
             sums: [cuda.buffer(0), cuda.buffer(0)],

@@ -12,7 +12,7 @@ use kernels::cuda::{Buffer, Cuda, Gpu, Memory};
 use kernels::ops::OpError;
 use model::BlockSpec;
 use model::sizing::{resident_bytes, resident_tokens};
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::NOT_THERE;
 use crate::job::JobPlan;
@@ -69,10 +69,10 @@ impl Resident {
 
 impl<G: Gpu> Region<G> {
     /// A region of the size that is planned for jobs of this kind. It takes no memory yet.
-    pub(super) fn new(cuda: &mut Cuda<G>, spec: &BlockSpec, kind: JobKind) -> Region<G> {
+    pub(super) fn new(cuda: &mut Cuda<G>, spec: &BlockSpec, kind: WorkKind) -> Region<G> {
         let tokens = match kind {
-            JobKind::Backward => resident_tokens(spec),
-            JobKind::Step | JobKind::Forward => 0,
+            WorkKind::Backward => resident_tokens(spec),
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => 0,
         };
         Region {
             memory: None,
@@ -119,11 +119,11 @@ impl<G: Gpu> Region<G> {
         let body = &plan.body;
         let tokens = plan.token_count();
         let (blocks, input_bytes) = match body.kind {
-            JobKind::Backward if tokens > self.tokens => return Ok(None),
-            JobKind::Backward => {
+            WorkKind::Backward if tokens > self.tokens => return Ok(None),
+            WorkKind::Backward => {
                 (body.blocks.len(), tokens * body.hidden as usize * body.dtype.size_bytes())
             }
-            JobKind::Step | JobKind::Forward => (1, 0),
+            WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => (1, 0),
         };
         if self.bytes == 0 || self.lease.strong_count() > 0 {
             return Ok(None);

@@ -1,14 +1,14 @@
 use proptest::prelude::*;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{JobKind, SlotRef};
+use shared::job::{SlotRef, WorkKind};
 
 use super::*;
 
 fn body() -> JobBody {
     let slot = SlotRef { offset: 64, len: 16 };
     JobBody {
-        kind: JobKind::Forward,
+        kind: WorkKind::Forward,
         dtype: DType::F32,
         blocks: vec![BlockIndex(0), BlockIndex(1)],
         adapter: None,

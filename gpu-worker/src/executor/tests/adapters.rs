@@ -38,7 +38,7 @@ fn decode_steps_with_different_adapters_are_computed_together_and_have_the_bits_
             .enumerate()
             .map(|(i, session)| {
                 let body = step(netd, session, &mut free, i, &next);
-                (netd.push(JobKind::Step, &body.encode()), body)
+                (netd.push(&body), body)
             })
             .collect();
         netd.wake();
@@ -57,7 +57,7 @@ fn forwards_take_their_adapter_and_without_one_the_bits_are_those_of_the_bare_mo
         let mut outputs = Vec::new();
         with_executor(model, &kv_segment(model.facts()), |netd, _| {
             for adapter in adapters {
-                let mut body = netd.job(JobKind::Forward, &model.limits(), 1, &whole);
+                let mut body = netd.job(WorkKind::Forward, &model.limits(), 1, &whole);
                 body.adapter = *adapter;
                 outputs.push(netd.call(&body).unwrap());
             }
@@ -74,7 +74,7 @@ fn forwards_take_their_adapter_and_without_one_the_bits_are_those_of_the_bare_mo
 fn an_index_that_is_not_loaded_is_refused() {
     let model = Model::with_adapters(DType::F32, 1);
     with_executor(&model, &kv_segment(model.facts()), |netd, _| {
-        let mut body = netd.job(JobKind::Forward, &model.limits(), 1, &input(2, 3));
+        let mut body = netd.job(WorkKind::Forward, &model.limits(), 1, &input(2, 3));
         body.adapter = Some(1);
         let refused = JobError::UnknownAdapter { adapter: 1, loaded: 1 };
         assert_eq!(netd.call(&body), Err(refused));

@@ -29,7 +29,8 @@ fn step(
 ) -> Vec<u8> {
     let inputs: Vec<f32> = (first..first + count).flat_map(|s| input(1, 100 + s)).collect();
     let rows = &sessions[first..first + count];
-    let mut body = netd.job(JobKind::Step, limits, count as u32, &inputs);
+    let kind = WorkKind::of_step(count as u32, 1);
+    let mut body = netd.job(kind, limits, count as u32, &inputs);
     body.prefix_lengths = rows.iter().map(|session| session.prefix).collect();
     body.page_tables = rows.iter().map(|session| session.table.clone()).collect();
     netd.call(&body).unwrap()

@@ -24,7 +24,7 @@ fn job(netd: &Netd, limits: &JobLimits, x: &[f32], prompts: &[f32], g: &[f32]) -
     let prompt_slot = slot(2, BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN);
     let job = Job {
         body: JobBody {
-            kind: JobKind::Forward,
+            kind: WorkKind::Forward,
             dtype: limits.dtype,
             blocks: limits.span.blocks().collect(),
             adapter: None,
@@ -52,7 +52,7 @@ fn job(netd: &Netd, limits: &JobLimits, x: &[f32], prompts: &[f32], g: &[f32]) -
 impl Job {
     fn backward(&self) -> JobBody {
         JobBody {
-            kind: JobKind::Backward,
+            kind: WorkKind::Backward,
             output_gradient: Some(self.output_gradient),
             prompt_gradient: Some(self.prompt_gradient),
             ..self.body.clone()

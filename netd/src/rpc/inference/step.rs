@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use hivemind::wire::messages::{Compression, ExpertResponse, Tensor};
 use hivemind::wire::step_times::StepTimes;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 use shared::shm::board::Trouble;
 use tracing::debug;
 
@@ -111,7 +111,7 @@ async fn compute_step(
         return Ok(Computed { output, times: JobTimes::default(), tokens: 0, is_reordered: false });
     }
     let route = (session.blocks.clone(), session.adapter);
-    let mut job = service.job(JobKind::Step, route, &arguments, open.caller)?;
+    let mut job = service.job(WorkKind::of_step, route, &arguments, open.caller)?;
     if job.batch != session.batch {
         let text = format!("batch of {} sequences in a session of {}", job.batch, session.batch);
         return Err(Failure::bad(text));

@@ -8,13 +8,13 @@ use hivemind::wire::msgpack::Value;
 use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
 use shared::block::Span;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::errors::with_key;
 use super::rig::*;
 
 /// Kind and adapter of the jobs so far, of all workers.
-fn jobs(rig: &Rig) -> Vec<(JobKind, Option<u32>)> {
+fn jobs(rig: &Rig) -> Vec<(WorkKind, Option<u32>)> {
     let jobs = std::mem::take(&mut *rig.memory().jobs.lock().unwrap());
     jobs.iter().map(|job| (job.kind, job.adapter)).collect()
 }
@@ -34,7 +34,7 @@ async fn an_adapter_is_chosen_per_request_and_for_the_life_of_a_session() {
         };
         rig.call(names::FORWARD, request(2)).await.unwrap();
         rig.call(names::BACKWARD, request(3)).await.unwrap();
-        assert_eq!(jobs(&rig), [(JobKind::Forward, index), (JobKind::Backward, index)]);
+        assert_eq!(jobs(&rig), [(WorkKind::Forward, index), (WorkKind::Backward, index)]);
 
         let mut session = rig.session().await;
         let message = session.message(hidden(1, &[1.0, 2.0]), Some(30), Some(0), None);
@@ -42,7 +42,7 @@ async fn an_adapter_is_chosen_per_request_and_for_the_life_of_a_session() {
         session.ask(&first).await.unwrap();
         // Later messages name none: Petals looks at the first.
         session.step(hidden(1, &[3.0]), None, None).await.unwrap();
-        assert_eq!(jobs(&rig), [(JobKind::Step, index); 2]);
+        assert_eq!(jobs(&rig), [(WorkKind::Decode, index); 2]);
         session.close().await;
     }
 }

@@ -13,7 +13,7 @@ use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::Span;
 use shared::control::DeathCause::Outside;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 use shared::shm::board::Trouble;
 
 use super::rig::*;
@@ -95,7 +95,7 @@ async fn gradients_are_the_same_unary_and_streamed() {
     assert_eq!(firsts(&answer[0]), expected);
     assert_eq!(unary(&rig, request).await.unwrap(), answer);
     let jobs = rig.memory().jobs.lock().unwrap();
-    assert!(jobs.iter().all(|job| job.kind == JobKind::Backward));
+    assert!(jobs.iter().all(|job| job.kind == WorkKind::Backward));
     assert_eq!((jobs.len(), rig.service.workers.arena().slots_in_use()), (2, 0));
 }
 
@@ -111,8 +111,8 @@ async fn two_workers_go_forward_and_come_back() {
         let jobs = rig.workers[worker].memory.jobs.lock().unwrap();
         jobs.iter().map(|job| (job.kind, job.blocks.len())).collect::<Vec<_>>()
     };
-    assert_eq!(kinds(0), [(JobKind::Forward, 1), (JobKind::Backward, 1)]);
-    assert_eq!(kinds(1), [(JobKind::Backward, 3)]);
+    assert_eq!(kinds(0), [(WorkKind::Forward, 1), (WorkKind::Backward, 1)]);
+    assert_eq!(kinds(1), [(WorkKind::Backward, 3)]);
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
 }
 
@@ -124,7 +124,7 @@ async fn a_worker_keeps_no_more_than_it_may_and_the_answer_is_the_same() {
     let given = prompts(2, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let tensors = [hidden(2, &[1.0, 2.0]), hidden(2, &[10.0, 20.0]), given];
     let request = request(tensors, 0..4);
-    let (there, back) = (JobKind::Forward, JobKind::Backward);
+    let (there, back) = (WorkKind::Forward, WorkKind::Backward);
     for (blocks, expected) in [
         (4, vec![(back, 0..4)]),
         (3, vec![(there, 0..2), (back, 2..4), (back, 0..2)]),
@@ -165,7 +165,7 @@ async fn inputs_that_the_arena_does_not_hold_are_computed_again() {
     let tensors = [hidden(1, &states), hidden(1, &states), no_prompts()];
     let answer = unary(&rig, request(tensors, 0..4)).await.unwrap();
     assert_eq!(answer[0].size, [1, 640, HIDDEN as u32]);
-    let (there, back) = (JobKind::Forward, JobKind::Backward);
+    let (there, back) = (WorkKind::Forward, WorkKind::Backward);
     let order: Vec<_> = {
         let jobs = rig.memory().jobs.lock().unwrap();
         jobs.iter().map(|job| (job.kind, job.blocks[0].0, job.blocks.len())).collect()

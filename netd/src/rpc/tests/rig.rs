@@ -25,7 +25,7 @@ use shared::block::{BlockIndex, Span};
 use shared::control::{Capacity, DeathCause, FdTag, LinkInit, WorkerUp};
 use shared::dtype::DType;
 use shared::ids::{Generation, GroupId, PageId, WorkerId};
-use shared::job::{Completion, JobBody, JobDescriptor, JobKind, JobLimits};
+use shared::job::{Completion, JobBody, JobDescriptor, JobLimits, WorkKind};
 use shared::limits::Limits;
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
@@ -482,7 +482,7 @@ fn compute_gradients(body: &JobBody, arena: &ArenaMap) {
 }
 
 fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
-    if body.kind == JobKind::Backward {
+    if body.kind == WorkKind::Backward {
         return compute_gradients(body, arena);
     }
     let (batch, tokens) = (body.batch as usize, body.tokens as usize);
@@ -498,7 +498,7 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
         }
     }
     for (row, all) in values.chunks_mut(tokens * HIDDEN).enumerate() {
-        if body.kind == JobKind::Step {
+        if body.kind.is_step() {
             let prefix = body.prefix_lengths[row] as usize;
             for (token, state) in all.chunks_mut(HIDDEN).enumerate() {
                 let at = |position: usize| {

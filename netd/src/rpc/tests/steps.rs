@@ -11,7 +11,7 @@ use hivemind::wire::stream_parts::{PART_BYTES, split};
 use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::Span;
-use shared::job::JobKind;
+use shared::job::WorkKind;
 
 use super::golden;
 use super::rig::*;
@@ -231,7 +231,7 @@ async fn forward_takes_unary_and_streamed_requests() {
     assert!(part.tensors[0].buffer.len() <= PART_BYTES);
     assert_eq!(firsts(&part.tensors[0]), expected);
     assert_eq!(stream.recv().await, Ok(None));
-    assert!(rig.memory().jobs.lock().unwrap().iter().all(|job| job.kind == JobKind::Forward));
+    assert!(rig.memory().jobs.lock().unwrap().iter().all(|job| job.kind == WorkKind::Forward));
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
 }
 

@@ -126,7 +126,7 @@ async fn holds() -> Arc<Holds> {
     let segment = MemfdSegment::create("sepal-test-link-arena", 64 << 20).unwrap();
     let plan = plan(64 << 20, 1024).unwrap();
     let arena = ArenaMemory::new(ArenaMap::map(&segment).unwrap(), plan);
-    let slots = arena.reserve(&[64], SlotClass::Decode).await.unwrap();
+    let slots = arena.reserve(&[64], SlotClass::Short).await.unwrap();
     Arc::new(Holds { slots, pages: None })
 }
 
@@ -140,7 +140,7 @@ async fn a_worker_that_lies_is_reported_and_its_jobs_go_to_the_next_generation()
         let holds = holds().await;
         let job = tokio::spawn({
             let link = link.clone();
-            async move { link.run(JobKind::Step, BODY, holds).await }
+            async move { link.run(WorkKind::Decode, BODY, holds).await }
         });
         let id = worker.take().await.id;
         lie(&mut worker, id);

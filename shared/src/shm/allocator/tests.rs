@@ -2,14 +2,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// 4 small slots of 128 bytes, 1024 bytes for larger decode steps, then 4096 bytes of bulk.
+/// 4 small slots of 128 bytes, 1024 bytes for larger short steps, then 4096 bytes of bulk.
 fn small_arena() -> ArenaAllocator {
     ArenaAllocator::new(ArenaPlan::new(BULK_START + 4096, 4, 100, 1030).unwrap())
 }
 
-/// Where the decode region and bulk begin.
-const DECODE_START: u64 = 4 * 128;
-const BULK_START: u64 = DECODE_START + 1024;
+/// Where the region of short steps and bulk begin.
+const SHORT_START: u64 = 4 * 128;
+const BULK_START: u64 = SHORT_START + 1024;
 
 #[test]
 fn plans_without_room_are_refused() {
@@ -24,7 +24,7 @@ fn plans_without_room_are_refused() {
 }
 
 #[test]
-fn bulk_never_takes_what_is_kept_for_decode() {
+fn bulk_never_takes_what_is_kept_for_short_steps() {
     let mut arena = small_arena();
     let all = arena.allocate(Region::Bulk, 4096).unwrap();
     assert_eq!(all.offset(), BULK_START);
@@ -32,12 +32,12 @@ fn bulk_never_takes_what_is_kept_for_decode() {
     let exhausted = AllocError::Exhausted { region: Region::Bulk, len: 1, free_bytes: 0 };
     assert_eq!(arena.allocate(Region::Bulk, 1), Err(exhausted));
     for _ in 0..4 {
-        assert!(arena.allocate(Region::Small, 128).unwrap().offset() < DECODE_START);
+        assert!(arena.allocate(Region::Small, 128).unwrap().offset() < SHORT_START);
     }
-    let decode = arena.allocate(Region::Decode, 1024).unwrap();
-    assert_eq!(decode.offset(), DECODE_START);
-    let exhausted = AllocError::Exhausted { region: Region::Decode, len: 1, free_bytes: 0 };
-    assert_eq!(arena.allocate(Region::Decode, 1), Err(exhausted));
+    let short = arena.allocate(Region::Short, 1024).unwrap();
+    assert_eq!(short.offset(), SHORT_START);
+    let exhausted = AllocError::Exhausted { region: Region::Short, len: 1, free_bytes: 0 };
+    assert_eq!(arena.allocate(Region::Short, 1), Err(exhausted));
     assert!(matches!(
         arena.allocate(Region::Small, 1),
         Err(AllocError::Exhausted { region: Region::Small, .. })
@@ -98,7 +98,7 @@ fn neighbours_merge_whatever_the_order_of_frees() {
 #[derive(Clone, Debug)]
 enum Action {
     Small(u64),
-    Decode(u64),
+    Short(u64),
     Bulk(u64),
     Free(prop::sample::Index),
 }
@@ -106,7 +106,7 @@ enum Action {
 fn action() -> impl Strategy<Value = Action> {
     prop_oneof![
         (1_u64..140).prop_map(Action::Small),
-        (1_u64..400).prop_map(Action::Decode),
+        (1_u64..400).prop_map(Action::Short),
         (1_u64..1500).prop_map(Action::Bulk),
         any::<prop::sample::Index>().prop_map(Action::Free),
     ]
@@ -142,14 +142,14 @@ proptest! {
                     continue;
                 }
                 Action::Small(len) => {
-                    let room = used.iter().filter(|slot| slot.offset() < DECODE_START).count() < 4;
+                    let room = used.iter().filter(|slot| slot.offset() < SHORT_START).count() < 4;
                     let slot = arena.allocate(Region::Small, len);
                     prop_assert_eq!(slot.is_ok(), room && len <= 128);
                     (len, slot)
                 }
-                Action::Decode(len) => {
-                    let room = longest_free_run(&used, DECODE_START..BULK_START) >= len;
-                    let slot = arena.allocate(Region::Decode, len);
+                Action::Short(len) => {
+                    let room = longest_free_run(&used, SHORT_START..BULK_START) >= len;
+                    let slot = arena.allocate(Region::Short, len);
                     prop_assert_eq!(slot.is_ok(), room, "first fit finds every piece");
                     (len, slot)
                 }
@@ -177,9 +177,9 @@ proptest! {
             prop_assert_eq!(arena.free(slot), Ok(()));
         }
         prop_assert_eq!(arena.free_bytes(Region::Small), 4 * 128);
-        prop_assert_eq!(arena.free_bytes(Region::Decode), 1024);
+        prop_assert_eq!(arena.free_bytes(Region::Short), 1024);
         prop_assert_eq!(arena.free_bytes(Region::Bulk), 4096);
-        prop_assert!(arena.allocate(Region::Decode, 1024).is_ok(), "free pieces were merged");
+        prop_assert!(arena.allocate(Region::Short, 1024).is_ok(), "free pieces were merged");
         prop_assert!(arena.allocate(Region::Bulk, 4096).is_ok(), "free pieces were merged");
     }
 }

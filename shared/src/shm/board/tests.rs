@@ -3,6 +3,7 @@ use std::thread;
 
 use super::super::layout::{COVERED_BLOCKS, SESSION_ROWS, STEP_PARTS};
 use super::*;
+use crate::job::WorkKind;
 
 const WORKER: Occupant = Occupant {
     role: Role::Worker,

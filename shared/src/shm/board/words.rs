@@ -1,6 +1,6 @@
 //! What the words of the board mean.
 
-use super::super::layout::{RESTART_REASONS, STEP_PARTS, WORK_KINDS};
+use super::super::layout::{RESTART_REASONS, STEP_PARTS};
 use super::TROUBLES;
 
 /// Declares the words of one kind, each with its value and its name in reports.
@@ -123,20 +123,6 @@ words! {
 const _: () = assert!(Trouble::ALL.len() == TROUBLES, "the board has a word for each");
 
 words! {
-    /// Kinds of work, as workers count them.
-    enum WorkKind: usize {
-        /// Steps of few tokens ([`crate::job::is_decode`]), which are batched.
-        Decode = 0, "decode";
-        /// Steps of many tokens.
-        Prefill = 1, "prefill";
-        /// Forward passes without cache.
-        Forward = 2, "forward";
-        /// Gradients.
-        Backward = 3, "backward";
-    }
-}
-
-words! {
     /// Parts of the time that a step spends in the server.
     enum StepPart: usize {
         /// From the last byte of the request until the answer is ready to be sent.
@@ -200,6 +186,5 @@ impl Announcement {
     }
 }
 
-const _: () = assert!(WorkKind::ALL.len() == WORK_KINDS, "the board has words for each");
 const _: () = assert!(StepPart::ALL.len() == STEP_PARTS, "the board has words for each");
 const _: () = assert!(RestartReason::ALL.len() == RESTART_REASONS, "the board has words for each");

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::super::layout::{BATCH_BUCKETS, WORK_KINDS, WorkPart, WorkWords};
 use super::super::sync::{AtomicU64, Ordering};
+use super::BoardWriter;
 use super::writer::add;
-use super::{BoardWriter, WorkKind};
+use crate::job::WorkKind;
 
 /// Largest number of rows in each bucket of decode units but the last.
 pub const BATCH_BOUNDS: [u64; BATCH_BUCKETS - 1] = [1, 2, 4, 8, 16, 32, 64];

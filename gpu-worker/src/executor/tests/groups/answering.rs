@@ -74,7 +74,7 @@ fn answers_wait_for_the_slowest_rank_and_hold_up_no_unit() {
     let kv = kv_segment(model.facts());
     let (end, ()) = with_rank_0(&model, &kv, PLAN_LOG_BYTES, |netd, controls, reader| {
         let forward = |netd: &mut Netd, seed| {
-            let body = netd.job(JobKind::Forward, &limits, 1, &input(2, seed));
+            let body = netd.job(WorkKind::Forward, &limits, 1, &input(2, seed));
             netd.submit(&body)
         };
         assert_eq!(read(reader, &mut Vec::new()).0, Record::Link { netd_generation: FIRST });
@@ -90,7 +90,7 @@ fn answers_wait_for_the_slowest_rank_and_hold_up_no_unit() {
         assert_eq!(netd.next(DEADLINE).unwrap().id, one);
         assert!(netd.next(Duration::from_millis(20)).is_none(), "answered before rank 1 was done");
         // A refusal keeps its place behind the answers before it.
-        let mut refused = netd.job(JobKind::Forward, &limits, 1, &input(2, 3));
+        let mut refused = netd.job(WorkKind::Forward, &limits, 1, &input(2, 3));
         refused.hidden = 65;
         let three = netd.submit(&refused);
         assert!(netd.next(Duration::from_millis(20)).is_none());
@@ -121,7 +121,7 @@ fn a_job_that_cannot_begin_is_dropped_everywhere_before_it_is_refused() {
     let mut netd = link.netd();
     // As if the arena were larger than it is.
     (rank_0.limits.arena_bytes, rank_1.limits.arena_bytes) = (8 << 20, 8 << 20);
-    let mut body = netd.job(JobKind::Forward, &limits, 1, &input(2, 1));
+    let mut body = netd.job(WorkKind::Forward, &limits, 1, &input(2, 1));
     body.input.offset = 5 << 20;
     let refused = JobError::BadSlot { offset: 5 << 20, len: body.input.len };
     let id = netd.submit(&body);
@@ -153,7 +153,7 @@ fn the_longest_body_fits_the_log() {
     let limits = model.limits();
     let parts = Parts::new(2, PLAN_LOG_BYTES);
     let netd = LinkParts::new(FIRST, FIRST).netd();
-    let mut body = netd.job(JobKind::Step, &limits, 1, &input(1, 1));
+    let mut body = netd.job(WorkKind::Decode, &limits, 1, &input(1, 1));
     let fixed = body.encode().len();
     body.page_tables = vec![vec![PageId(0); (shared::job::MAX_BODY_BYTES - fixed) / 4]];
     let mut bytes = Vec::new();
@@ -167,7 +167,7 @@ fn an_abort_ends_rank_0_wherever_it_waits() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     let submit = |netd: &mut Netd, seed| {
-        let body = netd.job(JobKind::Forward, &limits, 1, &input(2, seed));
+        let body = netd.job(WorkKind::Forward, &limits, 1, &input(2, seed));
         netd.submit(&body);
     };
     type Client<'a> = &'a dyn Fn(&mut Netd, &Controls<'_>);

@@ -80,7 +80,7 @@ impl Leader<'_> {
 
     /// A forward of two tokens, of one piece.
     fn forward(&self) -> JobBody {
-        self.netd.job(JobKind::Forward, &self.limits, 1, &input(2, 1))
+        self.netd.job(WorkKind::Forward, &self.limits, 1, &input(2, 1))
     }
 
     /// A prefill that is cut into pieces.

@@ -9,7 +9,7 @@ fn extra_slot(number: u64, len: u64) -> SlotRef {
 
 /// Gradients of a forward with prompts.
 fn backward(netd: &Netd, limits: &JobLimits, tokens: usize, seed: usize) -> JobBody {
-    let mut body = netd.job(JobKind::Backward, limits, 1, &input(tokens, seed));
+    let mut body = netd.job(WorkKind::Backward, limits, 1, &input(tokens, seed));
     let prompt_tokens = tokens.min(3);
     let element = limits.dtype.size_bytes() as u64;
     let prompt_bytes = u64::from(BLOCKS) * prompt_tokens as u64 * 64 * element;
@@ -25,7 +25,7 @@ fn backward(netd: &Netd, limits: &JobLimits, tokens: usize, seed: usize) -> JobB
 /// One job of every kind after the other; all outputs in a row.
 fn one_of_each(netd: &mut Netd, limits: &JobLimits) -> Vec<u8> {
     let mut free = shuffled_pages();
-    let batch = netd.job(JobKind::Forward, limits, 2, &input(58, 5));
+    let batch = netd.job(WorkKind::Forward, limits, 2, &input(58, 5));
     let mut out = netd.call(&batch).unwrap();
 
     let gradients = backward(netd, limits, 50, 7);
@@ -115,16 +115,16 @@ fn interleaved(netd: &mut Netd, limits: &JobLimits, seed: u64) -> Vec<Vec<u8>> {
             let tokens = if random.below(3) == 0 { 1 + random.below(40) } else { 1 };
             let tokens = tokens.min(140 - (sessions[who].prefix as usize).min(139));
             let body = sessions[who].step(netd, limits, &mut free, &input(tokens, number));
-            let id = netd.push(body.kind, &body.encode());
+            let id = netd.push(&body);
             flying.push((Some(who), id, body.output, number));
         } else if who == SESSIONS {
-            let body = netd.job(JobKind::Forward, limits, 1, &input(1 + random.below(60), number));
-            flying.push((None, netd.push(body.kind, &body.encode()), body.output, number));
+            let body = netd.job(WorkKind::Forward, limits, 1, &input(1 + random.below(60), number));
+            flying.push((None, netd.push(&body), body.output, number));
         } else if who > SESSIONS && !gradients {
             // One alone: its tensors have fixed slots.
             gradients = true;
             let body = backward(netd, limits, 1 + random.below(50), number);
-            flying.push((None, netd.push(body.kind, &body.encode()), body.output, number));
+            flying.push((None, netd.push(&body), body.output, number));
         }
     }
     netd.wake();

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use shared::job::{JobBody, JobDescriptor, JobKind, is_decode};
+use shared::job::{JobBody, JobDescriptor, WorkKind};
 
 use crate::times::Times;
 
@@ -48,7 +48,7 @@ impl Device {
 
     /// Accepts a job.
     pub fn accept(&mut self, job: Job) {
-        if job.body.kind == JobKind::Step && is_decode(job.body.batch, job.body.tokens) {
+        if job.body.kind == WorkKind::Decode {
             self.steps.push_back(job);
         } else {
             let time = self.times.of_job(&job.body);
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
     use crate::times::tests::job as body;
 
-    fn job(id: u64, kind: JobKind, batch: u32, tokens: u32) -> Job {
+    fn job(id: u64, kind: WorkKind, batch: u32, tokens: u32) -> Job {
         let slot = SlotRef { offset: 0, len: 0 };
         Job {
             descriptor: JobDescriptor {
@@ -124,11 +124,11 @@ mod tests {
     #[test]
     fn steps_go_together_and_before_slices_of_the_oldest_other_job() {
         let mut device = Device::new(TIMES);
-        device.accept(job(1, JobKind::Forward, 1, 100));
-        device.accept(job(2, JobKind::Step, 1, 33));
+        device.accept(job(1, WorkKind::Forward, 1, 100));
+        device.accept(job(2, WorkKind::Prefill, 1, 33));
         assert_eq!(device.next().map(|work| (work.time, work.ended.len())), Some((SLICE, 0)));
-        device.accept(job(3, JobKind::Step, 1, 1));
-        device.accept(job(4, JobKind::Step, 2, 1));
+        device.accept(job(3, WorkKind::Decode, 1, 1));
+        device.accept(job(4, WorkKind::Decode, 2, 1));
         let expected = [(1200, vec![3, 4]), (2000, vec![]), (1000, vec![1]), (1650, vec![2])];
         assert_eq!(all(&mut device), expected);
     }
@@ -136,15 +136,15 @@ mod tests {
     #[test]
     fn no_more_rows_go_together_than_a_worker_takes() {
         let mut device = Device::new(TIMES);
-        (0..3).for_each(|id| device.accept(job(id, JobKind::Step, 16, 1)));
+        (0..3).for_each(|id| device.accept(job(id, WorkKind::Decode, 16, 1)));
         assert_eq!(all(&mut device), [(4100, vec![0, 1]), (2500, vec![2])]);
     }
 
     #[test]
     fn a_new_netd_finds_nothing_of_the_old_one() {
         let mut device = Device::new(TIMES);
-        device.accept(job(1, JobKind::Step, 1, 1));
-        device.accept(job(2, JobKind::Backward, 1, 1));
+        device.accept(job(1, WorkKind::Decode, 1, 1));
+        device.accept(job(2, WorkKind::Backward, 1, 1));
         device.clear();
         assert!(device.next().is_none());
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use shared::job::{JobBody, JobKind};
+use shared::job::{JobBody, WorkKind};
 
 /// The key of config.json: `{"step_us": N, "row_us": N, "token_us": N}`, each of one block.
 pub const KEY: &str = "stated_times";
@@ -48,7 +48,7 @@ impl Times {
 
     /// A prefill, a forward pass, or gradients. No faster than a step.
     pub fn of_job(&self, job: &JobBody) -> Duration {
-        let passes = if job.kind == JobKind::Backward { 3.0 } else { 1.0 };
+        let passes = if job.kind == WorkKind::Backward { 3.0 } else { 1.0 };
         let tokens = f64::from(job.batch) * f64::from(job.tokens);
         micros(passes * (self.token_us * tokens).max(self.step_us) * job.blocks.len() as f64)
     }
@@ -68,7 +68,7 @@ pub mod tests {
     use super::*;
 
     /// A job over some blocks, without slots.
-    pub fn job(kind: JobKind, batch: u32, tokens: u32, blocks: u32) -> JobBody {
+    pub fn job(kind: WorkKind, batch: u32, tokens: u32, blocks: u32) -> JobBody {
         let slot = SlotRef { offset: 0, len: 0 };
         JobBody {
             kind,
@@ -93,11 +93,11 @@ pub mod tests {
     fn steps_share_their_time_and_jobs_take_their_own() {
         let config = json!({KEY: {"step_us": 1000, "row_us": 10, "token_us": 20.5}});
         let times = Times::from_config(&config).expect("times");
-        let steps = [job(JobKind::Step, 1, 1, 3), job(JobKind::Step, 2, 1, 4)];
+        let steps = [job(WorkKind::Decode, 1, 1, 3), job(WorkKind::Decode, 2, 1, 4)];
         assert_eq!(times.of_steps(steps.iter()), Duration::from_micros(4 * 1020));
-        assert_eq!(times.of_job(&job(JobKind::Step, 1, 100, 2)), Duration::from_micros(4100));
-        assert_eq!(times.of_job(&job(JobKind::Forward, 1, 2, 2)), Duration::from_micros(2000));
-        assert_eq!(times.of_job(&job(JobKind::Backward, 10, 10, 2)), Duration::from_micros(12300));
+        assert_eq!(times.of_job(&job(WorkKind::Prefill, 1, 100, 2)), Duration::from_micros(4100));
+        assert_eq!(times.of_job(&job(WorkKind::Forward, 1, 2, 2)), Duration::from_micros(2000));
+        assert_eq!(times.of_job(&job(WorkKind::Backward, 10, 10, 2)), Duration::from_micros(12300));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use shared::causes::with_causes;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
 use shared::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobKind, JobLimits, SlotRef,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, SlotRef, WorkKind,
 };
 use shared::shm::board::{BoardWriter, Phase, monotonic_ns};
 
@@ -196,7 +196,7 @@ fn accepted(link: &Link, entry: &Entry, limits: &JobLimits) -> Result<Job, JobEr
 /// The output of a job: its input, or for gradients the gradient of its output. The gradient of prompts is zero.
 fn copy(link: &Link, body: &JobBody) -> Result<(), JobError> {
     let from =
-        body.output_gradient.filter(|_| body.kind == JobKind::Backward).unwrap_or(body.input);
+        body.output_gradient.filter(|_| body.kind == WorkKind::Backward).unwrap_or(body.input);
     let mut bytes = vec![0u8; from.len as usize];
     read(link, from, &mut bytes)?;
     write(link, body.output, &bytes)?;
