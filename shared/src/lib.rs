@@ -8,6 +8,7 @@ pub mod bootstrap;
 pub mod build;
 pub mod causes;
 pub mod checkup;
+pub mod clock;
 pub mod config;
 pub mod control;
 pub mod dtype;

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use shared::shm::board::monotonic_ns;
+use shared::clock::monotonic_ns;
 
 /// One moment on both clocks.
 #[derive(Clone, Copy)]

@@ -14,6 +14,7 @@ mod socket;
 
 use std::time::{Duration, Instant};
 
+use shared::clock::monotonic_ns;
 use tracing::{info, warn};
 
 use socket::Manager;
@@ -117,7 +118,7 @@ impl<M: Listener> Service<M> {
     /// The settings are read again; READY follows with the next sign of life.
     pub fn reloading(&mut self, now: Instant) {
         if self.stage == Stage::Ready && self.told == Some(Stage::Ready) {
-            let micros = monotonic_micros();
+            let micros = monotonic_ns() / 1000;
             if self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={micros}"), now) {
                 self.told = None;
             }
@@ -204,12 +205,6 @@ impl<M: Listener> Service<M> {
         }
         self.again_at.is_none()
     }
-}
-
-/// The time that systemd compares with its own, in microseconds.
-fn monotonic_micros() -> u128 {
-    use nix::time::{ClockId, clock_gettime};
-    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |time| Duration::from(time).as_micros())
 }
 
 #[cfg(test)]

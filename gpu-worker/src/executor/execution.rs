@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
+use shared::clock::monotonic_ns;
 use shared::config::FaultPoint;
 use shared::job::{JobError, WorkKind};
 use shared::shm::arena::ArenaMap;
@@ -89,10 +89,4 @@ impl<'w, B: DeviceBackend> Execution<'w, B> {
 /// The refusal of a job one of whose slots lies outside the arena.
 pub(super) fn bad_slot(outside: &OutOfBounds) -> JobError {
     JobError::BadSlot { offset: outside.offset, len: outside.len }
-}
-
-/// CLOCK_MONOTONIC, which all processes of the machine share.
-fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(Duration::ZERO, Duration::from);
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -18,10 +18,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hivemind::task;
 use shared::block::Span;
+use shared::clock::monotonic_ns;
 use shared::control::{DeathCause, WorkerUp};
 use shared::ids::{Generation, JobId, WorkerId};
 use shared::job::{Completion, JobDescriptor, JobError, SlotRef, WorkKind};
-use shared::shm::board::monotonic_ns;
 use shared::shm::doorbell::Doorbell;
 use shared::shm::layout::RING_ENTRIES;
 use shared::shm::pair::{PairError, RingHandle, RingIdentity, RingPair};

@@ -21,8 +21,6 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
-
 use super::layout::{
     BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, RESTART_REASONS, ROLES,
     ReportPart, TEXT_BYTES, TROUBLES, Text,
@@ -30,6 +28,7 @@ use super::layout::{
 use super::segment::{SegmentError, SmallSegment};
 use super::sync::{AtomicU64, Ordering, fence};
 use crate::block::Span;
+use crate::clock::monotonic_ns;
 use crate::control::{BoardSeat, Role};
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 
@@ -241,12 +240,6 @@ impl Board {
     pub fn view(&self) -> &BoardView {
         &self.view
     }
-}
-
-/// CLOCK_MONOTONIC in nanoseconds: the clock of all times on the board, the same in all processes.
-pub fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("Linux has a monotonic clock");
-    u64::try_from(Duration::from(now).as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Text {

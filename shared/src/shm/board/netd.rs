@@ -11,8 +11,9 @@ use super::super::layout::{
 };
 use super::super::sync::{AtomicU64, Ordering, fence};
 use super::view::{narrow, split};
-use super::{Announcement, BoardWriter, monotonic_ns};
+use super::{Announcement, BoardWriter};
 use crate::block::Span;
+use crate::clock::monotonic_ns;
 
 /// An open session, as it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

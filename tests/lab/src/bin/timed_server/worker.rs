@@ -10,12 +10,13 @@ use ipc_channel::TryRecvError;
 use model::manifest::Manifest;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::causes::with_causes;
+use shared::clock::monotonic_ns;
 use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
 use shared::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, SlotRef, WorkKind,
 };
-use shared::shm::board::{BoardWriter, Phase, monotonic_ns};
+use shared::shm::board::{BoardWriter, Phase};
 
 use crate::device::{Device, Job};
 use crate::times::Times;
