@@ -11,43 +11,28 @@ use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
-use crate::decoder::{Continuation, DecodeError, Decoder};
-use crate::drafts::{DraftError, DraftModel, Drafts};
-use crate::head::Head;
-use crate::local::{LocalModel, LocalModelError};
+use crate::decoder::{Continuation, Decoder};
+use crate::generation::{Generation, GenerationError};
 use crate::report::Report;
-use crate::sampling::{Sampler, SamplingError};
-use crate::stops::Stops;
+use crate::sampling::Sampler;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
-use crate::text::{TextCodec, TextError, TextStream};
-
-/// Threads for the head: one row times a matrix of tens to hundreds of megabytes.
-const LOCAL_THREADS: usize = 2;
+use crate::text_model::{TextModel, TextModelError};
 
 /// Why there is no text.
 #[derive(Debug, thiserror::Error)]
 pub enum GenerateError {
-    /// The model folder.
+    /// The local part of the model.
     #[error(transparent)]
-    Model(#[from] LocalModelError),
-    /// The model that guesses.
+    Model(#[from] TextModelError),
+    /// The text.
     #[error(transparent)]
-    Draft(#[from] DraftError),
-    /// The tokenizer.
-    #[error(transparent)]
-    Text(#[from] TextError),
-    /// The sampling settings.
-    #[error(transparent)]
-    Sampling(#[from] SamplingError),
+    Generation(#[from] GenerationError),
     /// The swarm.
     #[error(transparent)]
     Swarm(#[from] SwarmError),
     /// The servers.
     #[error(transparent)]
     Chain(#[from] ChainError),
-    /// A step of the text.
-    #[error(transparent)]
-    Decode(#[from] DecodeError),
     /// An address that cannot be read.
     #[error(
         "invalid --initial_peers {0:?}: expected a multiaddr such as /ip4/127.0.0.1/tcp/31337/p2p/PEER_ID"
@@ -71,7 +56,7 @@ impl GenerateError {
         match self {
             GenerateError::Swarm(_)
             | GenerateError::Chain(_)
-            | GenerateError::Decode(_)
+            | GenerateError::Generation(GenerationError::Decode(_))
             | GenerateError::Output(_) => ExitReason::Failed,
             _ => ExitReason::BadConfig,
         }
@@ -87,87 +72,56 @@ pub fn generate<'a>(
     on_text: &'a mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
 ) -> BoxFuture<'a, Result<Report, GenerateError>> {
     Box::pin(async move {
-        let local = config.local;
-        let model = LocalModel::load(&config.model, local.dtype, LOCAL_THREADS)?;
-        let model = model.with_head(local.head)?;
-        let draft = config.draft.as_deref();
-        let draft = draft.map(|small| DraftModel::start(small, &config.model, LOCAL_THREADS));
-        let draft = draft.transpose()?;
-        let codec = TextCodec::load(&config.model, model.bos())?;
-        let sampler = Sampler::new(config.sampling.clone())?;
-        let prompt = codec.encode(&config.prompt)?;
+        let model = TextModel::load(&config.model, config.draft.as_deref(), config.local)?;
+        let sampler = Sampler::new(config.sampling.clone()).map_err(GenerationError::from)?;
+        let prompt = model.codec.encode(&config.prompt).map_err(GenerationError::from)?;
         if config.prompt.is_empty() || prompt.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
-        let prefix = config.dht_prefix.clone().or_else(|| model.dht_prefix().map(str::to_owned));
+        let prefix = config.dht_prefix.clone().or_else(|| model.prefix.clone());
         let swarm = Swarm::join(SwarmConfig {
             initial_peers: addresses(&config.initial_peers)?,
             prefix: prefix.ok_or(GenerateError::NoPrefix)?,
-            num_blocks: model.num_blocks(),
+            num_blocks: model.head.num_blocks(),
             startup_timeout: config.startup_timeout,
         })
         .await?;
-        let (mut stream, mut stops) = (TextStream::new(&codec, &prompt), Stops::new(&config.stop));
-        let task = Continuation {
-            prompt,
-            max_new_tokens: config.max_new_tokens,
-            drafts: Drafts::new(local.speculate).with_model(draft.as_ref()),
-            grammar: None,
-            top_logprobs: None,
-        };
-        let head = Head::start(model)?;
-        let mut is_over = false;
-        let mut take = |token: u32| {
-            let (text, over) = stops.push(&stream.push(token)?);
-            is_over = over;
-            on_text(&text)?;
-            Ok(!over)
-        };
-        let report = decode(&swarm, &head, sampler, task, &mut take).await;
-        if !is_over && report.is_ok() {
-            on_text(&stops.rest())?;
-        }
+        let report = run(config, &model, &swarm, sampler, prompt, on_text).await;
         swarm.leave().await;
         report
     })
 }
 
+async fn run(
+    config: &GenerateConfig,
+    model: &TextModel,
+    swarm: &Swarm,
+    sampler: Sampler,
+    prompt: Vec<u32>,
+    on_text: &mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
+) -> Result<Report, GenerateError> {
+    let room = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+    let chain = Chain::open(swarm, room.saturating_add(config.max_new_tokens)).await?;
+    let task = Continuation {
+        prompt: prompt.clone(),
+        max_new_tokens: config.max_new_tokens,
+        drafts: model.drafts(),
+        grammar: None,
+        top_logprobs: None,
+    };
+    let decoder = Decoder::new(chain, model.head.clone(), sampler, task);
+    let mut generation = Generation::new(decoder, &model.codec, &prompt, &config.stop);
+    while let Some(added) = generation.next().await? {
+        on_text(&added.text)?;
+    }
+    let (_, chain, _, report) = generation.finish();
+    chain.close().await;
+    Ok(report)
+}
+
 fn addresses(texts: &[String]) -> Result<Vec<Multiaddr>, GenerateError> {
     let parse = |text: &String| text.parse().map_err(|_| GenerateError::BadAddress(text.clone()));
     texts.iter().map(parse).collect()
-}
-
-/// Adds tokens to a prompt over a session of its own, until one ends the text, `on_token` says that it is
-/// enough, or there are as many as there may be.
-///
-/// # Errors
-/// [`GenerateError`].
-pub fn decode<'a>(
-    swarm: &'a Swarm,
-    head: &'a Head,
-    sampler: Sampler,
-    task: Continuation,
-    on_token: &'a mut (dyn FnMut(u32) -> Result<bool, GenerateError> + Send),
-) -> BoxFuture<'a, Result<Report, GenerateError>> {
-    Box::pin(async move {
-        let prompt = u32::try_from(task.prompt.len()).unwrap_or(u32::MAX);
-        let chain = Chain::open(swarm, prompt.saturating_add(task.max_new_tokens)).await?;
-        let mut decoder = Decoder::new(chain, head.clone(), sampler, task);
-        'text: loop {
-            let step = decoder.step().await?;
-            if step.is_empty() {
-                break;
-            }
-            for one in step {
-                if !one.is_eos && !on_token(one.token)? {
-                    break 'text;
-                }
-            }
-        }
-        let (chain, _, report) = decoder.finish();
-        chain.close().await;
-        Ok(report)
-    })
 }
 
 /// The command: prints the prompt and the text as it comes; with `stats` also the route and the

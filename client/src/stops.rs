@@ -33,8 +33,8 @@ impl Stops {
     }
 
     /// What was held back, at the end.
-    pub fn rest(self) -> String {
-        self.held
+    pub fn rest(&mut self) -> String {
+        std::mem::take(&mut self.held)
     }
 }
 

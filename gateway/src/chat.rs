@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use client::generation::Finish;
 use serde_json::{Value, json};
 use shared::causes::with_causes;
 use shared::config::ChatConfig;
@@ -17,7 +18,7 @@ use shared::exit::ExitReason;
 use self::input::{Input, Line};
 use self::markdown::Markdown;
 use crate::engine::{Engine, EngineError};
-use crate::generation::{Ask, Ended, Finish, Piece, start};
+use crate::generation::{Ask, Ended, Piece, start};
 use crate::model::Model;
 use crate::template::TemplateInput;
 
@@ -183,7 +184,7 @@ impl Conversation {
 
     /// The text of the answer, or why there is none.
     async fn answer(&mut self, prompt: Vec<u32>) -> Result<Result<String, String>, std::io::Error> {
-        let room = self.model.max_positions.unwrap_or(u32::MAX);
+        let room = self.model.local.max_positions.unwrap_or(u32::MAX);
         let room = room.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX));
         if room == 0 {
             return Ok(Err(
@@ -208,7 +209,7 @@ impl Conversation {
                 _ = tokio::signal::ctrl_c() => None,
             };
             match piece {
-                Some(Piece::Text { text, .. }) => {
+                Some(Ok(Piece::Text { text, .. })) => {
                     first.get_or_insert_with(|| began.elapsed());
                     tokens += 1;
                     let shown =
@@ -216,11 +217,11 @@ impl Conversation {
                     print(&shown)?;
                     said.push_str(&text);
                 }
-                Some(Piece::End(end)) => {
+                Some(Ok(Piece::End(end))) => {
                     ended = Some(end);
                     break;
                 }
-                Some(Piece::Failed(error)) => {
+                Some(Err(error)) => {
                     failure = Some(with_causes(&error));
                     break;
                 }

@@ -4,11 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use client::decoder::{Continuation, DecodeError, Decoder, Logprobs};
+use client::decoder::{Chosen, Continuation, DecodeError, Decoder};
+use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
-use client::sampling::{Sampler, SamplingError};
-use client::stops::Stops;
-use client::text::{TextError, TextStream};
+use client::sampling::Sampler;
 use hivemind::task;
 use shared::config::SamplingConfig;
 use tokio::sync::mpsc;
@@ -48,15 +47,6 @@ pub struct TokenText {
     pub top: Vec<(String, f32)>,
 }
 
-/// Why a text ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Finish {
-    /// By a token or a text that ends it, or because its form is complete.
-    Stop,
-    /// It is as long as it may be.
-    Length,
-}
-
 /// A text that has ended.
 #[derive(Clone, Copy, Debug)]
 pub struct Ended {
@@ -72,21 +62,7 @@ pub struct Ended {
     pub first_step: Duration,
 }
 
-/// Why there is no text.
-#[derive(Debug, thiserror::Error)]
-pub enum GenerationError {
-    /// The settings.
-    #[error(transparent)]
-    Sampling(#[from] SamplingError),
-    /// The swarm, or the local part of the model.
-    #[error(transparent)]
-    Decode(#[from] DecodeError),
-    /// The tokenizer.
-    #[error(transparent)]
-    Text(#[from] TextError),
-}
-
-/// What comes of a text, piece by piece.
+/// What comes of a text, in parts.
 #[derive(Debug)]
 pub enum Piece {
     /// More of it; the text may be empty while a character is incomplete.
@@ -98,19 +74,26 @@ pub enum Piece {
     },
     /// The end.
     End(Ended),
-    /// There is no more.
-    Failed(GenerationError),
 }
 
-/// Starts a text; dropping the receiver ends it.
-pub fn start(model: Arc<Model>, ask: Ask) -> mpsc::Receiver<Piece> {
+impl Piece {
+    /// Whether it says nothing.
+    pub fn is_empty(&self) -> bool {
+        matches!(self, Piece::Text { text, tokens } if text.is_empty() && tokens.is_empty())
+    }
+}
+
+/// The pieces of a text, of which an end or an error is the last.
+pub type Pieces = mpsc::Receiver<Result<Piece, GenerationError>>;
+
+/// Starts a text; dropping its pieces ends it.
+pub fn start(model: Arc<Model>, ask: Ask) -> Pieces {
     let (pieces, receiver) = mpsc::channel(QUEUE);
     task::spawn(async move {
         let last = tokio::select! {
-            outcome = generate(&model, ask, &pieces) => match outcome {
-                Ok(Some(ended)) => Piece::End(ended),
-                Ok(None) => return,
-                Err(error) => Piece::Failed(error),
+            outcome = generate(&model, ask, &pieces) => match outcome.transpose() {
+                Some(ended) => ended.map(Piece::End),
+                None => return,
             },
             () = pieces.closed() => return,
         };
@@ -124,7 +107,7 @@ pub fn start(model: Arc<Model>, ask: Ask) -> mpsc::Receiver<Piece> {
 async fn generate(
     model: &Model,
     ask: Ask,
-    pieces: &mpsc::Sender<Piece>,
+    pieces: &mpsc::Sender<Result<Piece, GenerationError>>,
 ) -> Result<Option<Ended>, GenerationError> {
     let sampler = Sampler::new(ask.sampling)?;
     let session = model.session(&ask.prompt, ask.max_new_tokens).await;
@@ -132,53 +115,21 @@ async fn generate(
     let task = Continuation {
         prompt: ask.prompt.to_vec(),
         max_new_tokens: ask.max_new_tokens,
-        drafts: model.drafts(),
+        drafts: model.local.drafts(),
         grammar: ask.grammar,
         top_logprobs: ask.top_logprobs,
     };
-    let mut decoder = Decoder::new(chain, model.head.clone(), sampler, task);
-    let mut stream = TextStream::new(&model.codec, &ask.prompt);
-    let mut stops = Stops::new(&ask.stop);
-    let (mut finish, mut completion_tokens) = (Finish::Length, 0);
-    'text: loop {
-        let step = decoder.step().await?;
-        if step.is_empty() {
-            break;
-        }
-        let (mut text, mut tokens) = (String::new(), Vec::new());
-        for one in step {
-            completion_tokens += 1;
-            if one.is_eos {
-                finish = Finish::Stop;
-                break;
-            }
-            let (shown, is_over) = stops.push(&stream.push(one.token)?);
-            text.push_str(&shown);
-            tokens.extend(one.logprobs.map(|of| named(model, one.token, &of)));
-            if is_over || one.completes {
-                finish = Finish::Stop;
-                break;
-            }
-        }
-        let is_over = finish == Finish::Stop;
-        if is_over {
-            text.push_str(&std::mem::replace(&mut stops, Stops::new(&[])).rest());
-        }
-        let piece = Piece::Text { text, tokens };
-        if pieces.send_timeout(piece, STALL).await.is_err() {
+    let decoder = Decoder::new(chain, model.local.head.clone(), sampler, task);
+    let mut generation = Generation::new(decoder, &model.local.codec, &ask.prompt, &ask.stop);
+    let mut completion_tokens = 0;
+    while let Some(Added { text, tokens }) = generation.next().await? {
+        completion_tokens += tokens.len();
+        let tokens = tokens.iter().filter_map(|chosen| named(model, chosen)).collect();
+        if pieces.send_timeout(Ok(Piece::Text { text, tokens }), STALL).await.is_err() {
             return Ok(None);
         }
-        if is_over {
-            break 'text;
-        }
     }
-    let rest = stops.rest();
-    if !rest.is_empty()
-        && pieces.send_timeout(Piece::Text { text: rest, tokens: Vec::new() }, STALL).await.is_err()
-    {
-        return Ok(None);
-    }
-    let (chain, tokens, report) = decoder.finish();
+    let (finish, chain, tokens, report) = generation.finish();
     model.keep(chain, tokens);
     Ok(Some(Ended {
         finish,
@@ -189,8 +140,10 @@ async fn generate(
     }))
 }
 
-fn named(model: &Model, token: u32, of: &Logprobs) -> TokenText {
-    let text = |token: u32| model.codec.piece(token);
+/// `None` for a token that is no part of the text, or if probabilities were not asked for.
+fn named(model: &Model, chosen: &Chosen) -> Option<TokenText> {
+    let of = chosen.logprobs.as_ref().filter(|_| !chosen.is_eos)?;
+    let text = |token: u32| model.local.codec.piece(token);
     let top = of.top.iter().map(|(token, logprob)| (text(*token), *logprob)).collect();
-    TokenText { text: text(token), logprob: of.chosen, top }
+    Some(TokenText { text: text(chosen.token), logprob: of.chosen, top })
 }

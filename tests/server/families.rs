@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use crate::harness::{DEADLINE, Sepal};
-use client::decoder::Continuation;
+use client::chain::Chain;
+use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
-use client::generate::decode;
 use client::head::Head;
 use client::local::LocalModel;
 use client::report::Report;
@@ -52,9 +52,17 @@ impl Family {
         let task =
             Continuation { prompt, max_new_tokens: 32, drafts, grammar: None, top_logprobs: None };
         let head = Head::start(model).expect("a thread");
-        let report = decode(&swarm, &head, sampler, task, &mut |_| Ok(true)).await;
+        let chain = Chain::open(&swarm, 64).await.expect("a chain");
+        let mut decoder = Decoder::new(chain, head, sampler, task);
+        let mut step = async || {
+            let step = decoder.step().await;
+            step.unwrap_or_else(|error| panic!("{}: {error}", self.name))
+        };
+        while !step().await.is_empty() {}
+        let (chain, _, report) = decoder.finish();
+        chain.close().await;
         swarm.leave().await;
-        report.unwrap_or_else(|error| panic!("{}: {error}", self.name))
+        report
     }
 }
 

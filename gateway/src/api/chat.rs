@@ -19,8 +19,8 @@ use super::error::ApiError;
 use super::messages;
 use super::request::{self, Settings, unix_seconds};
 use super::stream::{self, Chunks};
-use super::texts::{self, TextEvent, Texts, Usage, finish_name};
-use crate::generation::TokenText;
+use super::texts::{self, Texts, Usage, finish_name};
+use crate::generation::{Piece, TokenText};
 use crate::model::{Model, PromptError};
 use crate::template::TemplateInput;
 
@@ -167,18 +167,14 @@ impl Chunks for ChatChunks {
         (0..).take(self.count).map(|index| self.chunk(index, &delta, None, &[])).collect()
     }
 
-    fn of(&mut self, part: &TextEvent) -> Vec<Value> {
-        match part {
-            TextEvent::Text { text, tokens, .. } if text.is_empty() && tokens.is_empty() => {
-                Vec::new()
+    fn of(&mut self, index: u32, piece: &Piece) -> Value {
+        match piece {
+            Piece::Text { text, tokens } => {
+                self.chunk(index, &json!({"content": text}), None, tokens)
             }
-            TextEvent::Text { index, text, tokens } => {
-                vec![self.chunk(*index, &json!({"content": text}), None, tokens)]
+            Piece::End(ended) => {
+                self.chunk(index, &json!({}), Some(finish_name(ended.finish)), &[])
             }
-            TextEvent::End { index, ended } => {
-                vec![self.chunk(*index, &json!({}), Some(finish_name(ended.finish)), &[])]
-            }
-            TextEvent::Failed(_) => Vec::new(),
         }
     }
 

@@ -14,8 +14,8 @@ use super::Shared;
 use super::error::ApiError;
 use super::request::{self, Settings, unix_seconds};
 use super::stream::{self, Chunks};
-use super::texts::{self, TextEvent, Texts, Usage, Whole, finish_name};
-use crate::generation::TokenText;
+use super::texts::{self, Texts, Usage, Whole, finish_name};
+use crate::generation::{Piece, TokenText};
 use crate::model::Model;
 
 #[derive(Debug, Deserialize)]
@@ -80,8 +80,8 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     if let Some((name, _)) = unsupported.into_iter().find(|(_, is_asked)| *is_asked) {
         return Err(ApiError::bad(format!("{name} is not supported: leave it out"), Some(name)));
     }
-    let (prompt, local) = (request.prompt, model.clone());
-    let prompts = request::outside(move || prompt.tokens(&local.codec)).await?;
+    let (prompt, of) = (request.prompt, model.clone());
+    let prompts = request::outside(move || prompt.tokens(&of.local.codec)).await?;
     let prompts = prompts.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))?;
     let settings = &request.settings;
     let top = request.logprobs;
@@ -137,18 +137,10 @@ impl Chunks for TextChunks {
         Vec::new()
     }
 
-    fn of(&mut self, part: &TextEvent) -> Vec<Value> {
-        let (index, text, tokens, finish) = match part {
-            TextEvent::Text { text, tokens, .. } if text.is_empty() && tokens.is_empty() => {
-                return Vec::new();
-            }
-            TextEvent::Text { index, text, tokens } => {
-                (*index, text.as_str(), tokens.as_slice(), None)
-            }
-            TextEvent::End { index, ended } => {
-                (*index, "", &[][..], Some(finish_name(ended.finish)))
-            }
-            TextEvent::Failed(_) => return Vec::new(),
+    fn of(&mut self, index: u32, piece: &Piece) -> Value {
+        let (text, tokens, finish) = match piece {
+            Piece::Text { text, tokens } => (text.as_str(), tokens.as_slice(), None),
+            Piece::End(ended) => ("", &[][..], Some(finish_name(ended.finish))),
         };
         let choice = json!({
             "index": index,
@@ -156,7 +148,7 @@ impl Chunks for TextChunks {
             "logprobs": self.names.then(|| logprobs(tokens)),
             "finish_reason": finish,
         });
-        vec![self.head.object(vec![choice])]
+        self.head.object(vec![choice])
     }
 
     fn usage(&mut self, usage: Usage) -> Value {

@@ -7,12 +7,12 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use client::chain::ChainError;
 use client::decoder::DecodeError;
+use client::generation::GenerationError;
 use client::swarm::SwarmError;
 use serde_json::{Value, json};
 use shared::causes::with_causes;
 
 use crate::engine::Engine;
-use crate::generation::GenerationError;
 use crate::model::Model;
 use crate::view::View;
 

@@ -150,7 +150,7 @@ impl Settings {
         };
         let mut asks = Vec::with_capacity(count * choices as usize);
         for prompt in prompts {
-            check_prompt(&prompt, model.head.vocabulary())?;
+            check_prompt(&prompt, model.local.head.vocabulary())?;
             let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
             let prompt: Arc<[u32]> = prompt.into();
             asks.extend((0..choices).map(|choice| Ask {
@@ -180,14 +180,14 @@ impl Settings {
 
     fn max_new_tokens(&self, prompt: usize, model: &Model, default: u32) -> Result<u32, ApiError> {
         let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
-        let room = model.max_positions.map(|most| most.saturating_sub(prompt));
+        let room = model.local.max_positions.map(|most| most.saturating_sub(prompt));
         let asked = match self.max_completion_tokens.or(self.max_tokens) {
             None => default.min(room.unwrap_or(default)),
             Some(asked) => u32::try_from(asked).map_err(|_| {
                 out_of_range("max_tokens", asked, "a number from 1 to the length of the model")
             })?,
         };
-        if let Some(most) = model.max_positions
+        if let Some(most) = model.local.max_positions
             && (room.is_some_and(|room| asked > room) || room == Some(0))
         {
             return Err(ApiError::too_long(format!(

@@ -10,17 +10,18 @@ use futures::stream;
 use serde_json::Value;
 
 use super::error::ApiError;
-use super::texts::{TextEvent, Texts, Usage};
+use super::texts::{Texts, Usage};
+use crate::generation::Piece;
 
 /// A comment is sent if nothing was for this long, so that proxies keep the connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// What a kind of completion makes of the parts of its texts.
+/// What a kind of completion makes of the pieces of its texts.
 pub trait Chunks: Send + 'static {
     /// What comes first.
     fn opening(&mut self) -> Vec<Value>;
-    /// The chunks of a part that is no failure.
-    fn of(&mut self, part: &TextEvent) -> Vec<Value>;
+    /// The chunk of a piece of the text `index`, which says something.
+    fn of(&mut self, index: u32, piece: &Piece) -> Value;
     /// The chunk of the numbers of tokens.
     fn usage(&mut self, usage: Usage) -> Value;
 }
@@ -33,7 +34,7 @@ struct Streaming<C> {
     has_ended: bool,
 }
 
-/// Answers with a stream. The first part is waited for, so that a request that fails has its status.
+/// Answers with a stream. The first piece is waited for, so that a request that fails has its status.
 ///
 /// # Errors
 /// Of a text that fails before its first piece.
@@ -42,12 +43,9 @@ pub async fn respond<C: Chunks>(
     mut chunks: C,
     tells_usage: bool,
 ) -> Result<Response, ApiError> {
-    let first = match texts.next().await {
-        Some(TextEvent::Failed(error)) => return Err(error),
-        first => first,
-    };
+    let first = texts.next().await.transpose()?;
     let mut ready: VecDeque<Event> = chunks.opening().iter().map(event).collect();
-    ready.extend(first.iter().flat_map(|part| chunks.of(part)).map(|chunk| event(&chunk)));
+    ready.extend(first.and_then(|(index, piece)| chunk(&mut chunks, index, &piece)));
     let state = Streaming { texts, chunks, tells_usage, ready, has_ended: false };
     let events = stream::unfold(state, async |mut state| {
         while state.ready.is_empty() && !state.has_ended {
@@ -63,11 +61,11 @@ pub async fn respond<C: Chunks>(
 impl<C: Chunks> Streaming<C> {
     async fn advance(&mut self) {
         match self.texts.next().await {
-            Some(TextEvent::Failed(error)) => {
+            Some(Err(error)) => {
                 self.has_ended = true;
                 self.ready.push_back(event(&error.body()));
             }
-            Some(part) => self.ready.extend(self.chunks.of(&part).iter().map(event)),
+            Some(Ok((index, piece))) => self.ready.extend(chunk(&mut self.chunks, index, &piece)),
             None => {
                 self.has_ended = true;
                 if self.tells_usage {
@@ -77,6 +75,10 @@ impl<C: Chunks> Streaming<C> {
             }
         }
     }
+}
+
+fn chunk(chunks: &mut impl Chunks, index: u32, piece: &Piece) -> Option<Event> {
+    (!piece.is_empty()).then(|| event(&chunks.of(index, piece)))
 }
 
 fn event(chunk: &Value) -> Event {

@@ -4,38 +4,17 @@ use std::sync::Arc;
 use std::task::Context;
 use std::time::Instant;
 
+use client::generation::{Finish, GenerationError};
 use futures::StreamExt;
 use futures::stream::{self, BoxStream};
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::Shared;
 use super::error::ApiError;
 use crate::engine::Engine;
-use crate::generation::{Ask, Ended, Finish, Piece, TokenText, start};
+use crate::generation::{Ask, Ended, Piece, Pieces, TokenText, start};
 use crate::metrics::UnderWay;
 use crate::model::Model;
-
-/// A piece of one of the texts.
-pub enum TextEvent {
-    /// More of it.
-    Text {
-        /// Which.
-        index: u32,
-        /// What it adds.
-        text: String,
-        /// The tokens behind it, if they were asked for.
-        tokens: Vec<TokenText>,
-    },
-    /// Its end.
-    End {
-        /// Which.
-        index: u32,
-        /// How it ended.
-        ended: Ended,
-    },
-    /// The request fails.
-    Failed(ApiError),
-}
 
 /// Numbers of tokens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,7 +42,7 @@ impl Usage {
 
 /// The texts of a request under way. Dropping them ends their sessions.
 pub struct Texts {
-    parts: BoxStream<'static, (u32, Piece)>,
+    parts: BoxStream<'static, (u32, Result<Piece, GenerationError>)>,
     model: Arc<Model>,
     engine: Arc<Engine>,
     began: Instant,
@@ -92,7 +71,7 @@ impl Texts {
         let prompts = asks.chunk_by(|a, b| Arc::ptr_eq(&a.prompt, &b.prompt));
         let prompt = prompts.filter_map(<[Ask]>::first).map(|ask| ask.prompt.len()).sum();
         let left = u32::try_from(asks.len()).unwrap_or(u32::MAX);
-        let queue = |(index, mut pieces): (u32, mpsc::Receiver<Piece>)| {
+        let queue = |(index, mut pieces): (u32, Pieces)| {
             let next = move |cx: &mut Context<'_>| {
                 pieces.poll_recv(cx).map(|piece| piece.map(|piece| (index, piece)))
             };
@@ -111,8 +90,11 @@ impl Texts {
         })
     }
 
-    /// The next piece of any text; `None` after the last.
-    pub async fn next(&mut self) -> Option<TextEvent> {
+    /// The next piece of any text, with the text's index; `None` after the last.
+    ///
+    /// # Errors
+    /// The whole request fails, and nothing comes after it.
+    pub async fn next(&mut self) -> Option<Result<(u32, Piece), ApiError>> {
         if self.left == 0 {
             return None;
         }
@@ -120,22 +102,23 @@ impl Texts {
             // A text that ended without a word: its task was stopped.
             self.left = 0;
             let text = "the gateway is shutting down".to_owned();
-            return Some(TextEvent::Failed(ApiError::too_many(text, 1)));
+            return Some(Err(ApiError::too_many(text, 1)));
         };
         if !std::mem::replace(&mut self.has_begun, true) {
             self.engine.metrics.first_text(self.began.elapsed());
         }
         Some(match piece {
-            Piece::Text { text, tokens } => TextEvent::Text { index, text, tokens },
-            Piece::End(ended) => {
-                self.left -= 1;
-                self.count(&ended);
-                TextEvent::End { index, ended }
+            Ok(piece) => {
+                if let Piece::End(ended) = &piece {
+                    self.left -= 1;
+                    self.count(ended);
+                }
+                Ok((index, piece))
             }
-            Piece::Failed(error) => {
+            Err(error) => {
                 self.left = 0;
                 tracing::warn!(model = self.model.view.name, %error, "text failed");
-                TextEvent::Failed(ApiError::of_text(&error, &self.model))
+                Err(ApiError::of_text(&error, &self.model))
             }
         })
     }
@@ -177,20 +160,15 @@ pub struct Whole {
 pub async fn collect(mut texts: Texts, count: usize) -> Result<(Vec<Whole>, Usage), ApiError> {
     let mut all: Vec<Whole> = Vec::new();
     all.resize_with(count, Whole::default);
-    while let Some(part) = texts.next().await {
-        match part {
-            TextEvent::Text { index, text, tokens } => {
-                if let Some(whole) = all.get_mut(index as usize) {
-                    whole.text.push_str(&text);
-                    whole.tokens.extend(tokens);
-                }
+    while let Some(next) = texts.next().await {
+        let (index, piece) = next?;
+        let Some(whole) = all.get_mut(index as usize) else { continue };
+        match piece {
+            Piece::Text { text, tokens } => {
+                whole.text.push_str(&text);
+                whole.tokens.extend(tokens);
             }
-            TextEvent::End { index, ended } => {
-                if let Some(whole) = all.get_mut(index as usize) {
-                    whole.finish = Some(ended.finish);
-                }
-            }
-            TextEvent::Failed(error) => return Err(error),
+            Piece::End(ended) => whole.finish = Some(ended.finish),
         }
     }
     Ok((all, texts.usage))
