@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Longest wait for anything; far beyond what a loaded machine needs.
-pub const DEADLINE: Duration = Duration::from_secs(360);
+/// Longest wait for anything: a guard against hanging, far beyond what a loaded machine needs.
+pub const DEADLINE: Duration = Duration::from_secs(1200);
 
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
