@@ -115,8 +115,8 @@ async fn fills_a_hole(devices: &[&'static str], workers: usize) {
     let calm = Peer::connect(&swarm.first.addr(), "demo").await;
     let peer = Peer::connect(&swarm.spare.addr(), "demo").await;
     // A step for each pause within the deadline.
-    const PAUSE: Duration = Duration::from_millis(200);
-    let most = DEADLINE.div_duration_f64(PAUSE) as u32 + 20;
+    const STEPS: u32 = 1800;
+    let (most, pause) = (STEPS + 20, DEADLINE / STEPS);
     let mut undisturbed = calm.session(FIRST, most).await;
     let mut session = peer.session(FIRST, most).await;
     let mut number = 0;
@@ -132,7 +132,7 @@ async fn fills_a_hole(devices: &[&'static str], workers: usize) {
         assert!(number < most - 15, "the spare server does not move:\n{}", swarm.spare.log());
         assert_eq!(step(&mut session, number).await, step(&mut undisturbed, number).await);
         number += 1;
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(pause).await;
     }
     // A kill of the worker that was left changes nothing for its session either.
     kill(old[workers - 1], Signal::SIGKILL).unwrap();

@@ -130,6 +130,12 @@ fn a_page_that_one_row_writes_and_another_reads_is_refused() {
 }
 
 #[test]
+fn a_step_is_of_the_kind_of_its_tokens() {
+    assert_eq!(refused(|job| job.kind = WorkKind::Prefill), JobError::BadBody { at: 0 });
+    assert_eq!(refused(|job| job.tokens = 17), JobError::BadBody { at: 0 });
+}
+
+#[test]
 fn descriptors_round_trip_and_name_their_worker() {
     let worker = WorkerId { group: GroupId(3), rank: Rank(1), world_size: WorldSize(4) };
     let descriptor = JobDescriptor {
@@ -198,7 +204,7 @@ proptest! {
     fn no_entry_panics(entry in any::<[u64; 8]>(), fix in any::<bool>()) {
         let mut entry = entry;
         if fix {
-            entry[0] = MAGIC | VERSION << 32 | (entry[0] & 3) << 48;
+            entry[0] = MAGIC | VERSION << 32 | (entry[0] & 7) << 48;
         }
         let _ = JobDescriptor::decode(&entry);
         let _ = Completion::decode(&entry);
