@@ -71,7 +71,7 @@ impl Script {
 
     /// Steps of all sessions until the next fault: one of four comes into what the one before left.
     pub fn pause(&mut self) -> u64 {
-        let (steps, soon) = (50 + self.draw(300), self.draw(4) == 0);
+        let (steps, soon) = (20 + self.draw(150), self.draw(4) == 0);
         if soon { 0 } else { steps }
     }
 

@@ -31,7 +31,7 @@ const SHORT: u32 = 9;
 const PLAIN: u32 = 8;
 const OWN: u32 = 8;
 const PROMPT: usize = 9;
-const STEPS: usize = 40;
+const STEPS: usize = 24;
 
 /// Pause before what failed is tried again.
 const PAUSE: Duration = Duration::from_millis(20);
