@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use hivemind::wire::messages::{Compression, Tensor};
 use hivemind::wire::tensor::WireTensor;
-use shared::job::WorkKind;
+use shared::job::{JobBody, WorkKind};
 
 use super::compute::{Arguments, explain, read, write};
 use super::request::Request;
@@ -60,9 +60,9 @@ async fn gradients(
     let kind = |index: usize| kinds.get(index).copied().unwrap_or(caller.compression);
     let route = (request.blocks.clone(), request.adapter);
     let job = service.job(|_, _| WorkKind::Backward, route, arguments, caller)?;
-    let (count, prompts, dtype) = (job.blocks.len(), job.prompts, job.dtype);
-    let (batch, tokens, hidden) = (job.batch, job.tokens, job.hidden);
-    let bound = bound(service, (batch, tokens), prompts.map_or(0, |(_, length)| length))?;
+    let JobBody { batch, tokens, hidden, dtype, .. } = job.body;
+    let (count, length) = (job.body.blocks.len(), job.body.prompts.map(|prompts| prompts.tokens));
+    let bound = bound(service, (batch, tokens), length.unwrap_or(0))?;
     let permit = service.order.admit(&job).await;
     let workers = &service.workers;
     // Only now, as workers come and go meanwhile.
@@ -86,7 +86,7 @@ async fn gradients(
     let bytes = read(arena, &holds, result.input).await?;
     let shape = arguments.hidden.shape();
     let mut tensors = vec![reply::encode(shape, dtype.into(), bytes, kind(0)).await?];
-    if let (Some(slot), Some((_, length))) = (result.prompts, prompts) {
+    if let (Some(slot), Some(length)) = (result.prompts, length) {
         let bytes = read(arena, &holds, slot).await?;
         let shape = [count, batch as usize, length as usize, hidden];
         tensors.push(reply::encode(&shape, dtype.into(), bytes, kind(1)).await?);

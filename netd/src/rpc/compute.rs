@@ -12,13 +12,12 @@ use hivemind::wire::metadata::ArgsStructure;
 use hivemind::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{MAX_ROWS, SlotRef, WorkKind};
+use shared::job::{JobBody, MAX_ROWS, Prompts, SlotRef, WorkKind};
 
 use super::reply::{self, INLINE_BYTES};
 use super::{Failure, Service};
-use crate::sessions::table::StepPlan;
 use crate::workers::arena::ArenaMemory;
-use crate::workers::job::{Caller, Holds, INPUT, Job, PROMPTS};
+use crate::workers::job::{Caller, Holds, INPUT, Job, NO_SLOT, PROMPTS};
 use crate::workers::link::JobTimes;
 
 /// Shapes beyond these are not even looked at; what a request may really have is checked with texts
@@ -204,19 +203,24 @@ impl Service {
         let (batch, tokens) = arguments.batch_and_tokens(self)?;
         let hidden = self.facts.hidden_size;
         let prompts = arguments.prompt_shape(blocks.len(), batch, tokens, hidden)?;
-        Ok(Job {
-            caller,
+        let body = JobBody {
             kind: kind(batch, tokens),
             dtype: self.facts.dtype,
             blocks,
+            adapter,
             batch,
             tokens,
             hidden,
-            plan: StepPlan::default(),
-            lease: None,
-            prompts,
-            adapter,
-        })
+            prefix_lengths: Vec::new(),
+            page_tables: Vec::new(),
+            copies: Vec::new(),
+            input: NO_SLOT,
+            output: NO_SLOT,
+            prompts: prompts.map(|(batch, tokens)| Prompts { slot: NO_SLOT, batch, tokens }),
+            output_gradient: None,
+            prompt_gradient: None,
+        };
+        Ok(Job { caller, body, lease: None })
     }
 
     /// Computes `job` over `arguments` and encodes the answer.
@@ -233,17 +237,17 @@ impl Service {
         let slots = arena.reserve(&job.sizes(), job.slot_class()).await?;
         let holds = Arc::new(Holds { slots, pages: job.lease.take() });
         if let Some(prompts) = &arguments.prompts {
-            let written = write(arena, &holds, PROMPTS, prompts, job.dtype).await;
+            let written = write(arena, &holds, PROMPTS, prompts, job.body.dtype).await;
             written.map_err(|error| explain("prompts", error, 0, 0))?;
         }
-        let written = write(arena, &holds, INPUT, &arguments.hidden, job.dtype).await;
-        let (tokens, hidden) = (job.tokens as usize, job.hidden as usize);
+        let written = write(arena, &holds, INPUT, &arguments.hidden, job.body.dtype).await;
+        let (tokens, hidden) = (job.body.tokens as usize, job.body.hidden as usize);
         written.map_err(|error| explain("hidden states", error, tokens, hidden))?;
-        let (output, times) = self.workers.run(&mut job, &holds).await?;
+        let (output, times) = self.workers.run(&job, &holds).await?;
         let buffer = read(arena, &holds, output).await?;
         drop(permit);
         let (shape, compression) = (arguments.hidden.shape(), job.caller.compression);
-        let output = reply::encode(shape, job.dtype.into(), buffer, compression).await?;
+        let output = reply::encode(shape, job.body.dtype.into(), buffer, compression).await?;
         Ok((output, times))
     }
 }

@@ -15,13 +15,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shared::block::BlockIndex;
-use shared::job::{JobBody, SlotRef, WorkKind};
+use shared::job::{SlotRef, WorkKind};
 
 use super::Workers;
 use super::job::{BODY, Holds, INPUT, Job, PROMPTS, piece};
 use super::link::{JobFailure, Link};
-use crate::sessions::table::StepPlan;
 
 /// Index of the slot that holds the gradient of the output.
 pub const OUTPUT_GRADIENT: usize = 1;
@@ -136,7 +134,7 @@ pub struct GradientSlots {
 impl Workers {
     /// The route of `job` through the workers, in hops that keep no more than `bound`. The arena
     /// holds as many of their inputs as leaves room for another such request beside it, and at
-    /// least one. Its kind and plan do not matter.
+    /// least one.
     ///
     /// # Errors
     /// [`NoRoute`] when a block has no worker, or the arena cannot hold the input of a hop where
@@ -144,8 +142,8 @@ impl Workers {
     pub fn gradients(&self, job: Job, bound: Bound) -> Result<Gradients, NoRoute> {
         let mut spans = Vec::new();
         let mut done = 0;
-        while done < job.blocks.len() {
-            let (link, end) = self.hop(&job.blocks, done).ok_or(JobFailure::WorkerGone)?;
+        while done < job.body.blocks.len() {
+            let (link, end) = self.hop(&job.body.blocks, done).ok_or(JobFailure::WorkerGone)?;
             spans.push(Hop { link, blocks: done..end });
             done = end;
         }
@@ -196,10 +194,10 @@ impl Gradients {
     pub fn sizes(&self) -> Vec<u64> {
         // As for a computation, with a gradient for the output.
         let mut sizes = self.job.sizes();
-        if self.job.prompts.is_some() {
-            sizes.push(self.prompt_gradient_bytes() * self.job.blocks.len() as u64);
+        if self.job.body.prompts.is_some() {
+            sizes.push(self.prompt_gradient_bytes() * self.job.body.blocks.len() as u64);
         }
-        sizes.resize(sizes.len() + 1 + self.inputs, self.job.hidden_bytes());
+        sizes.resize(sizes.len() + 1 + self.inputs, self.job.body.hidden_bytes());
         sizes
     }
 
@@ -213,7 +211,7 @@ impl Gradients {
         holds: &Arc<Holds>,
     ) -> Result<GradientSlots, JobFailure> {
         let slot = |index| holds.slots.slot(index);
-        let spare = match self.job.prompts {
+        let spare = match self.job.body.prompts {
             Some(_) => PROMPT_GRADIENT + 1,
             None => BODY + 1,
         };
@@ -234,10 +232,9 @@ impl Gradients {
                     let Some(hop) = self.hops.get(hop) else {
                         continue;
                     };
-                    let kind = WorkKind::Backward;
-                    let mut body = self.body(&hop.blocks, kind, place(input), result, holds);
+                    let mut body = self.job.part(&hop.blocks, (place(input), result), holds);
                     body.output_gradient = Some(gradient);
-                    body.prompt_gradient = self.job.prompts.map(|_| {
+                    body.prompt_gradient = self.job.body.prompts.map(|_| {
                         piece(slot(PROMPT_GRADIENT), self.prompt_gradient_bytes(), &hop.blocks)
                     });
                     workers.run_on(&hop.link, &body, holds).await?;
@@ -247,7 +244,7 @@ impl Gradients {
         }
         Ok(GradientSlots {
             input: gradient,
-            prompts: self.job.prompts.map(|_| slot(PROMPT_GRADIENT)),
+            prompts: self.job.body.prompts.map(|_| slot(PROMPT_GRADIENT)),
         })
     }
 
@@ -275,35 +272,19 @@ impl Gradients {
                 1 => output,
                 _ => spare,
             };
-            let body = self.body(blocks, WorkKind::Forward, input, to, holds);
+            let mut body = self.job.part(blocks, (input, to), holds);
+            body.kind = WorkKind::Forward;
             workers.run_on(link, &body, holds).await?;
             input = to;
         }
         Ok(())
     }
 
-    fn body(
-        &self,
-        places: &Range<usize>,
-        kind: WorkKind,
-        input: SlotRef,
-        output: SlotRef,
-        holds: &Holds,
-    ) -> JobBody {
-        let mut body = self.job.body(StepPlan::default(), input, output);
-        body.kind = kind;
-        let blocks: &[BlockIndex] = &self.job.blocks;
-        body.blocks = blocks.get(places.clone()).unwrap_or_default().to_vec();
-        body.prompts = self.job.prompts_of(places, holds);
-        body
-    }
-
     /// Bytes of the gradient of the prompts of one block; it has all rows, also where all rows
     /// share the prompts.
     fn prompt_gradient_bytes(&self) -> u64 {
-        let (_, tokens) = self.job.prompts.unwrap_or_default();
-        let width = u64::from(self.job.hidden) * self.job.dtype.size_bytes() as u64;
-        u64::from(self.job.batch) * u64::from(tokens) * width
+        let prompts = self.job.body.prompts;
+        prompts.map_or(0, |prompts| self.job.prompt_bytes(self.job.body.batch, prompts.tokens))
     }
 }
 

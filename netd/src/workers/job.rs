@@ -5,13 +5,10 @@ use std::sync::Arc;
 
 use hivemind::p2p::PeerId;
 use hivemind::wire::messages::Compression;
-use shared::block::BlockIndex;
-use shared::dtype::DType;
 use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
 
 use super::arena::{SHORT_STEP_TOKENS, SlotClass, SlotLease};
 use crate::sessions::admission::Lease;
-use crate::sessions::table::StepPlan;
 
 /// Who asks for a job, how urgent it is among what the same peer asks for, and how the answer shall
 /// travel.
@@ -31,26 +28,11 @@ pub struct Caller {
 pub struct Job {
     /// Who asks.
     pub caller: Caller,
-    /// Step, forward or backward.
-    pub kind: WorkKind,
-    /// Block dtype.
-    pub dtype: DType,
-    /// Blocks in the order in which they run.
-    pub blocks: Vec<BlockIndex>,
-    /// Sequences, at least 1.
-    pub batch: u32,
-    /// Tokens per sequence, at least 1.
-    pub tokens: u32,
-    /// Width of the hidden states.
-    pub hidden: u32,
-    /// Pages, if it is a step.
-    pub plan: StepPlan,
-    /// The right to these pages. It moves to [`Holds`] with the slots.
+    /// What is asked for, over all blocks of the request. Its slots are [`NO_SLOT`] until some are
+    /// reserved; those of a part are in its own body, [`Job::part`].
+    pub body: JobBody,
+    /// The right to its pages. It moves to [`Holds`] with the slots.
     pub lease: Option<Arc<Lease>>,
-    /// Sequences and tokens of the deep prompts, if there are any.
-    pub prompts: Option<(u32, u32)>,
-    /// Adapter, by its index among those of the model.
-    pub adapter: Option<u32>,
 }
 
 /// Index of the slot that holds the input.
@@ -59,13 +41,16 @@ pub const INPUT: usize = 0;
 pub const PROMPTS: usize = 3;
 pub(super) const BODY: usize = 2;
 
+/// In place of a slot that is not reserved yet.
+pub const NO_SLOT: SlotRef = SlotRef { offset: 0, len: 0 };
+
 /// Words of a body without its lists, with room to grow.
 const BODY_HEADER_WORDS: usize = 48;
 
 impl Job {
     /// Where its slots lie.
     pub fn slot_class(&self) -> SlotClass {
-        match self.kind {
+        match self.body.kind {
             WorkKind::Decode | WorkKind::Prefill if self.total_tokens() <= SHORT_STEP_TOKENS => {
                 SlotClass::Short
             }
@@ -75,62 +60,48 @@ impl Job {
 
     /// Rows × tokens.
     pub fn total_tokens(&self) -> u64 {
-        u64::from(self.batch) * u64::from(self.tokens)
+        u64::from(self.body.batch) * u64::from(self.body.tokens)
     }
 
-    /// Bytes of one tensor of hidden states.
-    pub fn hidden_bytes(&self) -> u64 {
-        self.total_tokens() * u64::from(self.hidden) * self.dtype.size_bytes() as u64
-    }
-
-    /// Bytes of the deep prompts of one block.
-    fn block_prompt_bytes(&self) -> u64 {
-        let (batch, tokens) = self.prompts.unwrap_or_default();
-        let width = u64::from(self.hidden) * self.dtype.size_bytes() as u64;
+    /// Bytes of the deep prompts of one block, `batch` times `tokens` of them.
+    pub(super) fn prompt_bytes(&self, batch: u32, tokens: u32) -> u64 {
+        let width = u64::from(self.body.hidden) * self.body.dtype.size_bytes() as u64;
         u64::from(batch) * u64::from(tokens) * width
     }
 
-    /// The deep prompts of the blocks at these places of the request.
-    pub(super) fn prompts_of(&self, blocks: &Range<usize>, holds: &Holds) -> Option<Prompts> {
-        let (batch, tokens) = self.prompts?;
-        let slot = piece(holds.slots.slot(PROMPTS), self.block_prompt_bytes(), blocks);
-        Some(Prompts { slot, batch, tokens })
+    fn block_prompt_bytes(&self) -> u64 {
+        self.body.prompts.map_or(0, |prompts| self.prompt_bytes(prompts.batch, prompts.tokens))
+    }
+
+    /// The body of the part over the blocks at these places of the request, from `input` to `output`.
+    pub(super) fn part(
+        &self,
+        places: &Range<usize>,
+        (input, output): (SlotRef, SlotRef),
+        holds: &Holds,
+    ) -> JobBody {
+        let blocks = self.body.blocks.get(places.clone()).unwrap_or_default().to_vec();
+        let of_part = |prompts: Prompts| Prompts {
+            slot: piece(holds.slots.slot(PROMPTS), self.block_prompt_bytes(), places),
+            ..prompts
+        };
+        let prompts = self.body.prompts.map(of_part);
+        JobBody { blocks, input, output, prompts, ..self.body.clone() }
     }
 
     /// Slots to reserve: input, output (the two change places from hop to hop), body, and deep
     /// prompts if there are any.
     pub fn sizes(&self) -> Vec<u64> {
-        let pages: usize = self.plan.tables.iter().map(Vec::len).sum();
-        let rows = self.plan.tables.len();
+        let JobBody { blocks, page_tables, copies, .. } = &self.body;
+        let pages: usize = page_tables.iter().map(Vec::len).sum();
         let words =
-            BODY_HEADER_WORDS + self.blocks.len() + 2 * rows + pages + 3 * self.plan.copies.len();
-        let mut sizes = vec![self.hidden_bytes(), self.hidden_bytes(), 4 * words as u64];
-        if self.prompts.is_some() {
-            sizes.push(self.block_prompt_bytes() * self.blocks.len() as u64);
+            BODY_HEADER_WORDS + blocks.len() + 2 * page_tables.len() + pages + 3 * copies.len();
+        let hidden_bytes = self.body.hidden_bytes();
+        let mut sizes = vec![hidden_bytes, hidden_bytes, 4 * words as u64];
+        if self.body.prompts.is_some() {
+            sizes.push(self.block_prompt_bytes() * blocks.len() as u64);
         }
         sizes
-    }
-
-    /// The body of a job over none of the blocks yet.
-    pub(super) fn body(&self, plan: StepPlan, input: SlotRef, output: SlotRef) -> JobBody {
-        let rows = plan.tables.len();
-        JobBody {
-            kind: self.kind,
-            dtype: self.dtype,
-            blocks: Vec::new(),
-            adapter: self.adapter,
-            batch: self.batch,
-            tokens: self.tokens,
-            hidden: self.hidden,
-            prefix_lengths: vec![plan.prefix; rows],
-            page_tables: plan.tables,
-            copies: plan.copies,
-            input,
-            output,
-            prompts: None,
-            output_gradient: None,
-            prompt_gradient: None,
-        }
     }
 }
 

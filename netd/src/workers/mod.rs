@@ -150,19 +150,15 @@ impl Workers {
     /// [`JobFailure`] of the first hop that fails.
     pub async fn run(
         &self,
-        job: &mut Job,
+        job: &Job,
         holds: &Arc<Holds>,
     ) -> Result<(SlotRef, JobTimes), JobFailure> {
         let (mut input, mut output) = (holds.slots.slot(INPUT), holds.slots.slot(INPUT + 1));
-        let plan = std::mem::take(&mut job.plan);
-        let mut body = job.body(plan, input, output);
         let mut total = JobTimes::default();
         let mut done = 0;
-        while done < job.blocks.len() {
-            let (link, end) = self.hop(&job.blocks, done).ok_or(JobFailure::WorkerGone)?;
-            body.blocks = job.blocks[done..end].to_vec();
-            (body.input, body.output) = (input, output);
-            body.prompts = job.prompts_of(&(done..end), holds);
+        while done < job.body.blocks.len() {
+            let (link, end) = self.hop(&job.body.blocks, done).ok_or(JobFailure::WorkerGone)?;
+            let body = job.part(&(done..end), (input, output), holds);
             let times = self.run_on(&link, &body, holds).await?;
             total.queue_ns += times.queue_ns;
             total.compute_ns += times.compute_ns;

@@ -112,18 +112,20 @@ async fn compute_step(
     }
     let route = (session.blocks.clone(), session.adapter);
     let mut job = service.job(WorkKind::of_step, route, &arguments, open.caller)?;
-    if job.batch != session.batch {
-        let text = format!("batch of {} sequences in a session of {}", job.batch, session.batch);
+    let (batch, tokens) = (job.body.batch, job.body.tokens);
+    if batch != session.batch {
+        let text = format!("batch of {batch} sequences in a session of {}", session.batch);
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
     service.onward.prepare(&mut open.next_hop, open.caller.peer, metadata);
-    let tokens = job.tokens;
     // A step that comes again finds the rows in its order.
     let step_id = metadata.step_id.as_deref();
     let hypo_ids = arguments.hypo_ids.as_deref().filter(|_| !session.was_last(step_id));
     let prefix = session.tables.prefix();
-    job.plan = session.tables.begin(start, job.tokens, hypo_ids)?;
+    let plan = session.tables.begin(start, tokens, hypo_ids)?;
+    job.body.prefix_lengths = vec![plan.prefix; plan.tables.len()];
+    (job.body.page_tables, job.body.copies) = (plan.tables, plan.copies);
     if let Some(slot) = open.slot.as_ref().filter(|_| session.tables.prefix() < prefix) {
         // What it writes over is not to be believed if netd dies meanwhile.
         slot.record(service, session, &open.lease);
