@@ -69,6 +69,7 @@ async fn load_steps(sepal: &Sepal, steps: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "a soak: .ci/long soak"]
 async fn sixty_four_sessions_run_without_an_error_and_memory_stays_flat() {
     let asked = std::env::var(SECONDS_VARIABLE).ok();
     let asked = asked.map(|text| Duration::from_secs(text.parse().expect("a number of seconds")));
