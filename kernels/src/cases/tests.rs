@@ -15,17 +15,27 @@ fn check<B>(operation: &Operation<B>, devices: &mut [B], class: Class) {
     assert!(cases > 0, "{} has no cases", operation.name);
 }
 
-/// Every instruction set of this machine, with few and with many threads; those of one set must agree in
-/// all bits. Then its models too, which are slow, in smaller cases: so must they.
-fn check_on_processors(operation: &Operation<Cpu>) {
-    let on = |isas: &[Isa]| -> Vec<Cpu> {
-        let of = |isa: &Isa| [1, 5].map(|threads| Cpu::with_isa(threads, *isa));
-        isas.iter().flat_map(of).collect()
+/// Each instruction set with few and with many threads; those of one set must agree in all bits.
+fn processors(isas: &[Isa], threads: &[usize]) -> Vec<Cpu> {
+    let of = |isa: &Isa| {
+        let isa = *isa;
+        threads.iter().map(move |threads| Cpu::with_isa(*threads, isa))
     };
-    let (available, computable) = (Isa::available(), Isa::computable());
-    check(operation, &mut on(available), Class::Full);
-    if computable != available {
-        check(operation, &mut on(&computable), Class::Quick);
+    isas.iter().flat_map(of).collect()
+}
+
+/// Every instruction set of this machine. Then its models too, which are slow, in smaller cases and with
+/// one thread.
+fn check_on_processors(operation: &Operation<Cpu>) {
+    check(operation, &mut processors(Isa::available(), &[5]), Class::Full);
+    check(operation, &mut processors(&Isa::computable(), &[1, 5]), Class::Quick);
+}
+
+#[test]
+#[ignore = "twice the time of the tests in `cpu`: .ci/long emulator"]
+fn threads_make_no_difference_in_any_case() {
+    for operation in operations::<Cpu>() {
+        check(&operation, &mut processors(Isa::available(), &[1, 5]), Class::Full);
     }
 }
 
@@ -90,8 +100,7 @@ per_operation! {
 #[test]
 #[cfg_attr(target_arch = "x86_64", ignore = "a part of the tests in `cpu`; for .ci/long arm")]
 fn every_instruction_set_passes_the_quick_cases() {
-    let isas = Isa::computable();
-    let mut all: Vec<Cpu> = isas.iter().map(|isa| Cpu::with_isa(2, *isa)).collect();
+    let mut all = processors(&Isa::computable(), &[2]);
     for operation in operations::<Cpu>() {
         check(&operation, &mut all, Class::Quick);
     }
