@@ -9,7 +9,7 @@ use crate::harness::{Sepal, children_of, wait_for};
 use client::load::{LoadConfig, LoadReport, run};
 use nix::unistd::Pid;
 
-/// Seconds of load; in CI a number of steps.
+/// Seconds of load; without it a number of steps.
 const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";
 /// Load goes on in rounds of so long until it has done its steps.
 const ROUND: Duration = Duration::from_secs(1);
