@@ -80,8 +80,8 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     if let Some((name, _)) = unsupported.into_iter().find(|(_, is_asked)| *is_asked) {
         return Err(ApiError::bad(format!("{name} is not supported: leave it out"), Some(name)));
     }
-    let (prompt, of) = (request.prompt, model.clone());
-    let prompts = request::outside(move || prompt.tokens(&of.local.codec)).await?;
+    let (prompt, owned) = (request.prompt, model.clone());
+    let prompts = request::outside(move || prompt.tokens(&owned.local.codec)).await?;
     let prompts = prompts.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))?;
     let settings = &request.settings;
     let top = request.logprobs;

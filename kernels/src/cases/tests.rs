@@ -24,8 +24,8 @@ fn processors(isas: &[Isa], threads: &[usize]) -> Vec<Cpu> {
     isas.iter().flat_map(of).collect()
 }
 
-/// Every instruction set of this machine. Then its models too, which are slow, in smaller cases and with
-/// one thread.
+/// Every instruction set of this machine in all cases; then, in the quick ones, also the models of those that
+/// it lacks, and one thread beside five.
 fn check_on_processors(operation: &Operation<Cpu>) {
     check(operation, &mut processors(Isa::available(), &[5]), Class::Full);
     check(operation, &mut processors(&Isa::computable(), &[1, 5]), Class::Quick);

@@ -3,8 +3,8 @@
 //! never locks them up.
 //!
 //! Short steps of few rows live in fixed small slots, larger ones in a region of their own,
-//! everything else in bulk. Each region has its own queue, first come first served: neither memory nor a queue
-//! is shared, so bulk never delays short steps.
+//! everything else in bulk. Each region has its own queue, first come first served: neither memory
+//! nor a queue is shared, so bulk never delays short steps.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
