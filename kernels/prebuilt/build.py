@@ -283,23 +283,25 @@ class Nvrtc:
     """The runtime compiler, used ahead of time; nvrtc.c gives the same bytes each time."""
 
     def __init__(self, site, folder):
-        self.library = site / "cuda_nvrtc/lib/libnvrtc.so.12"
-        self.include = site / "cuda_runtime/include"
-        self.program = folder / "nvrtc"
-        command = ["cc", "-O1", "-rdynamic", HERE / "nvrtc.c", "-o", self.program, "-ldl"]
+        self.folder = folder
+        # The compiler meets these names only: its bytes follow the lengths of what it is given.
+        (folder / "cuda").symlink_to(CUDA)
+        (folder / "include").symlink_to(site / "cuda_runtime/include")
+        (folder / "lib").symlink_to(site / "cuda_nvrtc/lib")
+        command = ["cc", "-O1", "-rdynamic", HERE / "nvrtc.c", "-o", folder / "nvrtc", "-ldl"]
         subprocess.run(command, check=True)
 
     def ptx(self, op, architecture, *more):
         flags = [
             f"--gpu-architecture=compute_{architecture}",
             "--std=c++17",
-            f"-I{CUDA}",
-            f"-I{self.include}",
+            "-Icuda",
+            "-Iinclude",
             "-default-device",
             *more,
         ]
-        command = [self.program, self.library, CUDA / f"{op}.cu", *flags]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        command = ["./nvrtc", "lib/libnvrtc.so.12", f"cuda/{op}.cu", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=self.folder)
         if done.returncode != 0:
             sys.exit(f"{op}.cu for compute_{architecture}: NVRTC ends with {done.returncode}")
         return done.stdout
