@@ -36,11 +36,9 @@ pub enum BatchError {
     /// A piece failed on every server.
     #[error("a part of the batch failed on {failures} servers, the last was {peer}")]
     Failed {
-        /// How often.
         failures: u32,
         /// The last server.
         peer: PeerId,
-        /// Its error.
         source: Box<PassError>,
     },
     /// No sequences, no tokens, or bytes that do not divide.
@@ -48,17 +46,13 @@ pub enum BatchError {
     Shape {
         /// Sequences.
         rows: usize,
-        /// Tokens.
         tokens: usize,
-        /// Bytes.
         bytes: usize,
     },
     /// Prompts, or gradients of the outputs, for another batch.
     #[error("{what} of shape {got:?} do not belong to a batch of shape {inputs:?}")]
     Mismatch {
-        /// Which.
         what: &'static str,
-        /// Their shape.
         got: Vec<usize>,
         /// That of the inputs.
         inputs: Vec<usize>,

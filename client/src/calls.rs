@@ -26,7 +26,6 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(180);
 /// Why one server did not compute a piece.
 #[derive(Debug, thiserror::Error)]
 pub enum PassError {
-    /// The call.
     #[error(transparent)]
     Call(#[from] CallError),
     /// The answer is no message of the protocol.

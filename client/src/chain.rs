@@ -32,19 +32,15 @@ pub enum ChainError {
     /// Servers kept failing.
     #[error("{failures} servers failed during one step, the last was {peer}")]
     TooManyFailures {
-        /// How many.
         failures: usize,
         /// The last.
         peer: PeerId,
-        /// Its error.
         source: Box<SessionError>,
     },
     /// A server takes no session of this length; others are not asked.
     #[error("{peer} takes no session of {max_length} tokens: {text}")]
     TooLong {
-        /// The server.
         peer: PeerId,
-        /// The length.
         max_length: u32,
         /// What the server says.
         text: String,

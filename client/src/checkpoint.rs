@@ -19,24 +19,13 @@ pub enum LocalModelError {
     #[error(
         "cannot read {path}; give a model folder in Hugging Face layout, with the weights of the model"
     )]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Read { path: PathBuf, source: std::io::Error },
     /// A JSON file does not parse.
     #[error("cannot parse {path}")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: serde_json::Error,
-    },
+    Parse { path: PathBuf, source: serde_json::Error },
     /// A checkpoint file has no header that can be used.
     #[error("{path} {source}")]
     Header {
-        /// The file.
         path: PathBuf,
         /// Why; continues the sentence.
         source: HeaderError,
@@ -44,7 +33,6 @@ pub enum LocalModelError {
     /// The content makes no sense.
     #[error("{path}: {reason}")]
     Content {
-        /// The file.
         path: PathBuf,
         /// What is wrong, and the value.
         reason: String,
@@ -55,13 +43,10 @@ pub enum LocalModelError {
 pub(crate) struct Matrix {
     /// Type of the elements.
     pub dtype: DType,
-    /// Rows.
     pub rows: usize,
-    /// Columns.
     pub columns: usize,
     /// How the elements are stored.
     pub quant: QuantType,
-    /// The elements.
     pub bytes: Vec<u8>,
 }
 

@@ -20,7 +20,6 @@ pub enum DecodeError {
     /// The local part of the model.
     #[error(transparent)]
     Model(#[from] LocalModelError),
-    /// The servers.
     #[error(transparent)]
     Chain(#[from] ChainError),
     /// The head made nothing that could be sampled.

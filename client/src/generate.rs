@@ -24,13 +24,10 @@ pub enum GenerateError {
     /// The local part of the model.
     #[error(transparent)]
     Model(#[from] TextModelError),
-    /// The text.
     #[error(transparent)]
     Generation(#[from] GenerationError),
-    /// The swarm.
     #[error(transparent)]
     Swarm(#[from] SwarmError),
-    /// The servers.
     #[error(transparent)]
     Chain(#[from] ChainError),
     /// An address that cannot be read.

@@ -19,7 +19,6 @@ pub enum Finish {
 /// Why there is no text.
 #[derive(Debug, thiserror::Error)]
 pub enum GenerationError {
-    /// The settings.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
     /// The swarm, or the local part of the model.

@@ -25,13 +25,7 @@ const MAX_GRAMMAR_SIZE: usize = 100_000;
 pub enum GrammarError {
     /// The tokenizer's file.
     #[error("the tokenizer {path} cannot be used for texts of a form: {reason}")]
-    Tokenizer {
-        /// The file.
-        path: String,
-        /// Why.
-        reason: String,
-    },
-    /// The schema.
+    Tokenizer { path: String, reason: String },
     #[error("the JSON schema cannot be used: {0}")]
     Schema(String),
     /// No token may come next, or it takes too much to find out.

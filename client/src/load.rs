@@ -56,10 +56,8 @@ pub enum LoadError {
     /// The network node, or the way to the server.
     #[error(transparent)]
     Network(#[from] P2pError),
-    /// The server's figures.
     #[error("cannot ask the server for its shapes")]
     Info(#[from] CallError),
-    /// Its answer.
     #[error("cannot read the server's shapes")]
     Shapes(#[from] InfoError),
     /// The session alone, with which the others are compared.

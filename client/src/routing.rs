@@ -41,7 +41,6 @@ const DEFAULT_RPS: f64 = 300.0;
 /// A server as routing sees it.
 #[derive(Clone, Debug)]
 pub struct Candidate<P> {
-    /// Its name.
     pub peer: P,
     /// The blocks it serves.
     pub blocks: Range<u32>,
@@ -78,7 +77,6 @@ impl<P: Eq + std::hash::Hash> Candidate<P> {
 /// One leg of a route: these blocks run on this server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leg<P> {
-    /// The server.
     pub peer: P,
     /// The blocks it is asked for.
     pub blocks: Range<u32>,

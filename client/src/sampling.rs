@@ -22,7 +22,6 @@ pub enum SamplingError {
         "invalid temperature {0}: expected a positive number; leave it out for greedy decoding"
     )]
     Temperature(f32),
-    /// top-k of 0.
     #[error("invalid top-k 0: expected at least 1")]
     TopK,
     /// top-p outside (0, 1].

@@ -38,7 +38,6 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Why a step on a server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The call failed.
     #[error(transparent)]
     Call(#[from] CallError),
     /// No answer to a step in time.

@@ -32,7 +32,6 @@ pub enum AnswerError {
     Shape {
         /// Received; empty if there is none.
         got: Vec<usize>,
-        /// Expected.
         want: Vec<usize>,
     },
 }
@@ -49,7 +48,6 @@ impl Hidden {
         self.bytes.len() / (self.rows * self.tokens * self.dtype.size_bytes()).max(1)
     }
 
-    /// Shape.
     pub fn shape(&self) -> [usize; 3] {
         [self.rows, self.tokens, self.width()]
     }
@@ -134,9 +132,6 @@ impl Hidden {
     }
 
     /// Reads an answer that must have the shape of `like`.
-    ///
-    /// # Errors
-    /// [`AnswerError`].
     pub fn read(message: Option<&Tensor>, like: &Hidden) -> Result<Hidden, AnswerError> {
         let (dtype, bytes) = read(message, &like.shape())?;
         Ok(Hidden { dtype, rows: like.rows, tokens: like.tokens, bytes })
@@ -163,7 +158,6 @@ impl Hidden {
 pub struct Prompts {
     /// Type of the elements.
     pub dtype: DType,
-    /// Blocks.
     pub blocks: usize,
     /// Sequences.
     pub rows: usize,
@@ -242,9 +236,6 @@ impl Prompts {
     }
 
     /// Reads an answer that must have the shape of `like`.
-    ///
-    /// # Errors
-    /// [`AnswerError`].
     pub fn read(message: Option<&Tensor>, like: &Prompts) -> Result<Prompts, AnswerError> {
         let (dtype, bytes) = read(message, &like.shape())?;
         Ok(Prompts { dtype, bytes, ..like.clone() })

@@ -51,10 +51,8 @@ pub enum SwarmError {
         "no initial peers: give the address of a server or bootstrap node with --initial_peers"
     )]
     NoPeers,
-    /// The network node.
     #[error(transparent)]
     Network(#[from] P2pError),
-    /// The DHT.
     #[error(transparent)]
     Dht(#[from] DhtError),
     /// A block that nobody serves.
@@ -62,7 +60,6 @@ pub enum SwarmError {
     Missing {
         /// Prefix of the model.
         prefix: String,
-        /// The block.
         missing: MissingBlock,
     },
 }

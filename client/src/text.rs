@@ -12,7 +12,6 @@ pub enum TextError {
         "cannot read the tokenizer {path}: {reason}; the model folder needs the tokenizer.json of its model"
     )]
     Load {
-        /// The file.
         path: String,
         /// What the tokenizer library says.
         reason: String,

@@ -15,7 +15,6 @@ const THREADS: usize = 2;
 /// Why a model cannot be brought up.
 #[derive(Debug, thiserror::Error)]
 pub enum TextModelError {
-    /// The model folder.
     #[error(transparent)]
     Local(#[from] LocalModelError),
     /// The model that guesses.

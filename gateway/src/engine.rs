@@ -15,10 +15,8 @@ use crate::view::View;
 /// Why the gateway does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// A model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// A swarm.
     #[error(transparent)]
     Swarm(#[from] SwarmError),
     /// An address that cannot be read.
@@ -41,7 +39,6 @@ pub struct Engine {
     models: BTreeMap<String, Arc<Model>>,
     /// Texts under way.
     pub slots: Arc<Semaphore>,
-    /// What is counted.
     pub metrics: Metrics,
 }
 

@@ -50,7 +50,6 @@ pub struct TokenText {
 /// A text that has ended.
 #[derive(Clone, Copy, Debug)]
 pub struct Ended {
-    /// Why.
     pub finish: Finish,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
@@ -67,12 +66,10 @@ pub struct Ended {
 pub enum Piece {
     /// More of it; the text may be empty while a character is incomplete.
     Text {
-        /// What it adds.
         text: String,
         /// The tokens behind it, if their probabilities were asked for.
         tokens: Vec<TokenText>,
     },
-    /// The end.
     End(Ended),
 }
 

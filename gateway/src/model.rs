@@ -26,10 +26,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Why a model cannot be offered.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// Its local part.
     #[error(transparent)]
     Local(#[from] TextModelError),
-    /// The chat template.
     #[error(transparent)]
     Template(#[from] TemplateError),
     /// No prefix is known.
@@ -115,9 +113,6 @@ pub struct Model {
 
 impl Model {
     /// The tokens of a conversation, after which the assistant speaks.
-    ///
-    /// # Errors
-    /// [`PromptError`].
     pub fn chat_prompt(&self, input: &TemplateInput) -> Result<Vec<u32>, PromptError> {
         let template = self.template.as_ref();
         let template = template.ok_or_else(|| PromptError::NoTemplate(self.view.name.clone()))?;
@@ -126,9 +121,6 @@ impl Model {
 
     /// The form of a text: an object of JSON if there is no `schema`. The first call prepares the
     /// vocabulary.
-    ///
-    /// # Errors
-    /// [`GrammarError`].
     pub async fn grammar(self: &Arc<Self>, schema: Option<Value>) -> Result<Grammar, GrammarError> {
         let model = self.clone();
         let prepared = move || {

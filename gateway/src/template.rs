@@ -24,22 +24,11 @@ const NAME: &str = "chat_template";
 /// Why there is no prompt.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// The file.
     #[error("cannot read {path}: {reason}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    Read { path: PathBuf, reason: String },
     /// The template does not compile.
     #[error("the chat template in {path} is invalid: {reason}")]
-    Syntax {
-        /// Its file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    Syntax { path: PathBuf, reason: String },
     /// The template refuses the messages, or fails on them.
     #[error("the model's chat template refuses these messages: {0}")]
     Render(String),

@@ -22,7 +22,6 @@ pub struct Holes {
 pub struct View {
     /// The model's name in the API.
     pub name: String,
-    /// The servers.
     pub swarm: Swarm,
     holes: Mutex<Holes>,
 }

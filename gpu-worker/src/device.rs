@@ -47,7 +47,6 @@ pub enum TransferError {
     /// The slot lies outside the arena: the job is refused.
     #[error(transparent)]
     Outside(#[from] OutOfBounds),
-    /// The device failed.
     #[error(transparent)]
     Op(#[from] OpError),
 }
@@ -148,9 +147,6 @@ pub trait DeviceBackend: Backend + Sized {
 /// Hidden states of one job, from its first block to its last.
 pub trait HiddenStates<B: DeviceBackend>: Sized {
     /// Reads the hidden states in `slot`, stored in `dtype`.
-    ///
-    /// # Errors
-    /// [`TransferError`].
     fn load(
         backend: &mut B,
         arena: &mut B::Arena,
@@ -160,9 +156,6 @@ pub trait HiddenStates<B: DeviceBackend>: Sized {
 
     /// Writes all of them to `slot` in `dtype`. They are there after the next
     /// [`synchronize`](DeviceBackend::synchronize).
-    ///
-    /// # Errors
-    /// [`TransferError`].
     fn store(
         &self,
         backend: &mut B,
@@ -234,9 +227,6 @@ pub trait PassRunner<B: DeviceBackend>: Sized {
 
     /// Takes the memory of a job, and reads the gradient of its output if it has one. A page has
     /// the shape `layout`.
-    ///
-    /// # Errors
-    /// [`TransferError`].
     fn begin(
         &mut self,
         backend: &mut B,
@@ -261,9 +251,6 @@ pub trait PassRunner<B: DeviceBackend>: Sized {
 
     /// Sends the gradient of some tokens back through a block. Behind the last of them the gradient
     /// of the block's prompts goes to the arena.
-    ///
-    /// # Errors
-    /// [`TransferError`].
     fn backward(
         &mut self,
         backend: &mut B,
@@ -274,9 +261,6 @@ pub trait PassRunner<B: DeviceBackend>: Sized {
 
     /// Writes the gradient of the input to `slot` in `dtype`. It is there after the next
     /// [`synchronize`](DeviceBackend::synchronize).
-    ///
-    /// # Errors
-    /// [`TransferError`].
     fn store(
         &self,
         backend: &mut B,

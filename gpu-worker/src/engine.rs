@@ -47,9 +47,7 @@ pub enum EngineError {
     /// The weights do not make a block.
     #[error("block {block}")]
     Weights {
-        /// The block.
         block: BlockIndex,
-        /// Why.
         #[source]
         source: WeightsError,
     },
@@ -61,7 +59,6 @@ pub enum EngineError {
 /// What an engine is made for.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineShape {
-    /// The blocks.
     pub span: Span,
     /// Block dtype.
     pub dtype: DType,
@@ -212,12 +209,12 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
     /// # Errors
     /// [`EngineError`] for a job that was not checked.
     pub fn copy_pages(&mut self, body: &JobBody) -> Result<(), EngineError> {
-        if body.copies.is_empty() {
+        if body.pages.copies.is_empty() {
             return Ok(());
         }
         for block in &body.blocks {
             let local = self.shape.span.local(*block).ok_or(EngineError::Unit(block.0))?;
-            self.backend.copy_pages(&mut self.cache, local, &body.copies)?;
+            self.backend.copy_pages(&mut self.cache, local, &body.pages.copies)?;
         }
         Ok(())
     }

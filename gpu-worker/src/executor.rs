@@ -265,7 +265,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             self.taken += 1;
             match self.accept(link, &entry, number) {
                 Ok(job) => {
-                    let key = self.schedule.accept(job.plan.shape());
+                    let key = self.schedule.accept(job.plan.walk());
                     self.execution.jobs.insert(key, job);
                     self.execution.faults.at(number, FaultPoint::Taken);
                 }

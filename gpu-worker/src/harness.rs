@@ -17,7 +17,8 @@ use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use shared::ids::{Generation, JobId, PageId};
 use shared::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, SlotRef, WorkKind,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, SlotRef, StepPages,
+    WorkKind,
 };
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
@@ -375,9 +376,7 @@ impl Netd {
             batch,
             tokens,
             hidden: limits.hidden,
-            prefix_lengths: vec![],
-            page_tables: vec![],
-            copies: vec![],
+            pages: StepPages::default(),
             input: input_slot,
             output,
             prompts: None,
@@ -418,9 +417,9 @@ impl Session {
         while self.table.len() * PAGE_TOKENS < (self.prefix + body.tokens) as usize {
             self.table.push(free.pop().expect("a free page"));
         }
-        body.prefix_lengths = vec![self.prefix];
-        body.page_tables = vec![self.table.clone()];
-        body.copies = std::mem::take(&mut self.copies);
+        body.pages.prefixes = vec![self.prefix];
+        body.pages.tables = vec![self.table.clone()];
+        body.pages.copies = std::mem::take(&mut self.copies);
         self.prefix += body.tokens;
         body
     }

@@ -8,16 +8,14 @@ use shared::ids::PageId;
 use shared::job::{JobBody, SlotRef, WorkKind};
 use shared::model::PAGE_TOKENS;
 
-use crate::schedule::JobShape;
+use crate::schedule::Walk;
 
 /// Consecutive tokens of one row that are never cut further.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The row.
     pub row: usize,
     /// First token, counted within the job.
     pub start: usize,
-    /// Tokens.
     pub tokens: usize,
 }
 
@@ -42,20 +40,15 @@ impl JobPlan {
         JobPlan { body, pieces, scratch_tables }
     }
 
-    /// Tokens of all its rows.
-    pub fn all_tokens(&self) -> u64 {
-        u64::from(self.body.batch) * u64::from(self.body.tokens)
-    }
-
-    /// What the schedule must know.
-    pub fn shape(&self) -> JobShape {
+    /// The job at its first block.
+    pub fn walk(&self) -> Walk {
         let there = self.body.blocks.iter().map(|b| b.0);
         let kind = self.body.kind;
         let blocks = match kind {
             WorkKind::Backward => there.clone().chain(there.rev()).collect(),
             WorkKind::Decode | WorkKind::Prefill | WorkKind::Forward => there.collect(),
         };
-        JobShape { kind, blocks, pieces: self.pieces.iter().map(|p| p.tokens).collect() }
+        Walk::new(kind, blocks, self.pieces.iter().map(|p| p.tokens).collect())
     }
 
     /// Whether `position` is that of the last block before the backward pass, of which only keys and
@@ -121,7 +114,7 @@ impl JobPlan {
 
     /// Tokens of all rows.
     pub fn token_count(&self) -> usize {
-        self.body.batch as usize * self.body.tokens as usize
+        self.body.total_tokens() as usize
     }
 
     /// The gradient of the prompts of the block at `position`, which is that of the hidden states to
@@ -169,7 +162,7 @@ impl JobPlan {
     /// The rows of some pieces, for the block; consecutive pieces of one row become one.
     pub fn rows(&self, pieces: Range<usize>) -> Vec<StepRow<'_>> {
         let tables =
-            if self.body.kind.is_step() { &self.body.page_tables } else { &self.scratch_tables };
+            if self.body.kind.is_step() { &self.body.pages.tables } else { &self.scratch_tables };
         let mut rows: Vec<StepRow<'_>> = Vec::new();
         let mut last = None;
         for piece in self.pieces.get(pieces).unwrap_or_default() {
@@ -228,7 +221,7 @@ impl JobPlan {
     }
 
     fn prefix(&self, row: usize) -> usize {
-        self.body.prefix_lengths.get(row).map_or(0, |&n| n as usize)
+        self.body.pages.prefixes.get(row).map_or(0, |&n| n as usize)
     }
 }
 
@@ -238,7 +231,7 @@ fn cut(body: &JobBody, piece_tokens: usize) -> Vec<Piece> {
     let tokens = body.tokens as usize;
     let mut pieces = Vec::new();
     for row in 0..body.batch as usize {
-        let prefix = body.prefix_lengths.get(row).map_or(0, |&n| n as usize);
+        let prefix = body.pages.prefixes.get(row).map_or(0, |&n| n as usize);
         let mut start = 0;
         while start < tokens {
             let at = prefix + start;
@@ -263,7 +256,7 @@ fn scratch_tables(body: &JobBody) -> Vec<Vec<PageId>> {
 mod tests {
     use shared::block::BlockIndex;
     use shared::dtype::DType;
-    use shared::job::Prompts;
+    use shared::job::{Prompts, StepPages};
 
     use super::*;
 
@@ -277,9 +270,11 @@ mod tests {
             batch: prefixes.len() as u32,
             tokens,
             hidden: 4,
-            prefix_lengths: prefixes.to_vec(),
-            page_tables: prefixes.iter().map(|_| vec![PageId(7)]).collect(),
-            copies: vec![],
+            pages: StepPages {
+                prefixes: prefixes.to_vec(),
+                tables: prefixes.iter().map(|_| vec![PageId(7)]).collect(),
+                copies: vec![],
+            },
             input: slot,
             output: slot,
             prompts: None,
@@ -318,7 +313,7 @@ mod tests {
     #[test]
     fn gradients_go_through_the_blocks_and_pieces_there_and_back() {
         let job = JobPlan::new(body(WorkKind::Backward, &[0, 0], 100), 64);
-        assert_eq!(job.shape().blocks, [0, 1, 1, 0]);
+        assert_eq!(job.walk().blocks, [0, 1, 1, 0]);
         assert_eq!(job.piece_count(), 4);
         assert_eq!(job.backward_at(1, 0..4), None);
         assert_eq!(job.backward_at(2, 0..1), Some((1, 3..4)));

@@ -6,9 +6,9 @@
 use std::time::{Duration, Instant};
 
 use kernels::StepRow;
-use shared::control::Capacity;
 use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
+use shared::survey::Capacity;
 
 use crate::device::DeviceBackend;
 use crate::engine::{Engine, EngineError};

@@ -22,7 +22,6 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use model::sizing::BATCH_TOKENS;
-use shared::job::WorkKind;
 
 mod pace;
 mod walk;
@@ -54,7 +53,7 @@ pub const BULK_PATIENCE: Duration = Duration::from_millis(500);
 /// [`BULK_PATIENCE`]: what makes an eighth.
 const DECODE_SHARE: u32 = 7;
 
-/// Most tokens of a decode step ([`WorkKind::Decode`]).
+/// Most tokens of a decode step ([`shared::job::WorkKind::Decode`]).
 pub const DECODE_TOKENS: usize = shared::job::DECODE_TOKENS as usize;
 
 /// Units of other decode steps that one waits through before it goes first: several passes over a
@@ -64,17 +63,6 @@ const OVERTAKEN_LIMIT: u32 = 256;
 /// Name of a job, in order of arrival; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobKey(pub u64);
-
-/// What the schedule must know of a job.
-#[derive(Clone, Debug)]
-pub struct JobShape {
-    /// What it computes.
-    pub kind: WorkKind,
-    /// Its blocks in order, not empty; for gradients, twice: there and back.
-    pub blocks: Vec<u32>,
-    /// Tokens of each of its pieces, not empty.
-    pub pieces: Vec<usize>,
-}
 
 /// One block, or several, over some rows of one or, for decode steps, several jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,7 +78,6 @@ pub struct Unit {
 /// The part of one job in a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// The job.
     pub job: JobKey,
     /// Position of the first block among those of the job.
     pub position: usize,
@@ -101,7 +88,6 @@ pub struct Member {
 /// What a unit meant for one of its members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Advance {
-    /// The job.
     pub job: JobKey,
     /// Positions of the blocks that the unit worked on.
     pub positions: Range<usize>,
@@ -171,12 +157,8 @@ impl Schedule {
         self
     }
 
-    /// Takes a job on.
-    ///
-    /// # Panics
-    /// When it has no block or no piece.
-    pub fn accept(&mut self, shape: JobShape) -> JobKey {
-        let walk = Walk::new(shape);
+    /// Takes a job on, at its first block.
+    pub fn accept(&mut self, walk: Walk) -> JobKey {
         let id = JobKey(self.arrived);
         self.arrived += 1;
         self.jobs.insert(id, QueuedJob { walk, overtaken: 0 });
@@ -241,7 +223,7 @@ impl Schedule {
         let is_last = |member: &&Member| {
             let end = member.position + unit.count as usize;
             let walk = self.jobs.get(&member.job).map(|job| &job.walk);
-            walk.is_some_and(|walk| walk.is_decode() && end >= walk.shape.blocks.len())
+            walk.is_some_and(|walk| walk.is_decode() && end >= walk.blocks.len())
         };
         let members = unit.members.iter().filter(is_last);
         members.map(|member| member.job).collect()
@@ -275,8 +257,7 @@ impl Schedule {
         };
         self.held_since = None;
         self.bulk_time = Some(elapsed);
-        let tokens: usize =
-            walk.shape.pieces.get(member.pieces.clone()).unwrap_or_default().iter().sum();
+        let tokens: usize = walk.pieces.get(member.pieces.clone()).unwrap_or_default().iter().sum();
         if walk.is_back(member.position) {
             self.back_pace.add(tokens, elapsed);
         } else if walk.is_last_forward(member.position) {
@@ -289,7 +270,7 @@ impl Schedule {
     /// The oldest job of the first kind other than decode.
     fn bulk(&self) -> Option<JobKey> {
         let others = self.jobs.iter().filter(|(_, job)| !job.walk.is_decode());
-        others.min_by_key(|&(&id, job)| (job.walk.shape.kind, id)).map(|(&id, _)| id)
+        others.min_by_key(|&(&id, job)| (job.walk.kind, id)).map(|(&id, _)| id)
     }
 
     fn bulk_unit(&self, id: JobKey) -> Option<Unit> {
@@ -304,7 +285,7 @@ impl Schedule {
         };
         let budget = pace.tokens(self.times.bulk);
         let (mut end, mut tokens) = (walk.piece, 0);
-        for piece in walk.shape.pieces.iter().skip(walk.piece) {
+        for piece in walk.pieces.iter().skip(walk.piece) {
             tokens += piece;
             if end > walk.piece && (tokens as f64 > budget || tokens > most) {
                 break;
@@ -333,7 +314,7 @@ impl Schedule {
             if walk.block() == block && (members.is_empty() || more <= BATCH_TOKENS) {
                 tokens = more;
                 *overtaken = 0;
-                let pieces = 0..walk.shape.pieces.len();
+                let pieces = 0..walk.pieces.len();
                 members.push(Member { job: id, position: walk.position, pieces });
             } else {
                 *overtaken += 1;
@@ -351,8 +332,7 @@ impl Schedule {
             .map_or(0.0, |seconds| self.times.decode.as_secs_f64() / seconds.max(1e-7));
         let goes_on = |member: &Member, count: u32| {
             let job = self.jobs.get(&member.job);
-            let next =
-                job.and_then(|job| job.walk.shape.blocks.get(member.position + count as usize));
+            let next = job.and_then(|job| job.walk.blocks.get(member.position + count as usize));
             next == Some(&(block + count))
         };
         let is_awaited = |next: u32| self.decode().any(|(_, job)| job.walk.block() == next);

@@ -19,13 +19,14 @@ use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::{Bootstrap, ControlEnds, DescriptorSocket};
 use shared::config::{Device, FaultPlan, FaultPoint};
-use shared::control::{Capacity, FromWorker, ToWorker, WeightsInit, WorkerInit};
+use shared::control::{FromWorker, ToWorker, WeightsInit, WorkerInit};
 use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::job::JobLimits;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::kv::KvMap;
 use shared::shm::segment::MemfdSegment;
+use shared::survey::Capacity;
 use shared::warpgroups::Warpgroups;
 use tracing::{debug, error, info, warn};
 

@@ -10,11 +10,8 @@ pub enum OpError {
     /// A buffer is shorter than its shape.
     #[error("{op}: {what} has {has} elements, its shape needs {needs}")]
     Short {
-        /// The operation.
         op: &'static str,
-        /// The argument.
         what: &'static str,
-        /// Its elements.
         has: usize,
         /// The elements that the shape needs.
         needs: usize,
@@ -22,7 +19,6 @@ pub enum OpError {
     /// Sizes that do not go together.
     #[error("{op}: {what}")]
     Shape {
-        /// The operation.
         op: &'static str,
         /// What does not fit.
         what: &'static str,
@@ -30,7 +26,6 @@ pub enum OpError {
     /// A page id outside the pool.
     #[error("page {} does not exist, the pool has {pages}", page.0)]
     NoSuchPage {
-        /// The id.
         page: PageId,
         /// Pages of the pool.
         pages: usize,
@@ -48,7 +43,6 @@ pub enum OpError {
     TooManyTokens {
         /// Tokens asked for.
         tokens: usize,
-        /// The limit.
         limit: usize,
     },
     /// The device failed; what it holds is unspecified.

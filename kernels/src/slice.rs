@@ -18,7 +18,6 @@ pub struct WeightSlice {
     outputs: usize,
     inputs: usize,
     bytes: Vec<u8>,
-    /// Of NF4.
     layout: Layout,
 }
 

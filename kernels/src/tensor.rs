@@ -37,7 +37,6 @@ pub enum Format<'a> {
     Plain,
     /// INT8 with a scale per row.
     Int8(int8::Parts<'a>),
-    /// NF4.
     Nf4(nf4::Parts<'a>),
 }
 

@@ -26,7 +26,6 @@ pub const INIT_FDS: usize = 3;
 /// A message of the supervisor with its descriptors.
 #[derive(Debug)]
 pub struct FromSupervisor {
-    /// The message.
     pub message: ToNetd,
     /// What belongs to it.
     pub fds: Vec<OwnedFd>,
@@ -114,9 +113,7 @@ fn bundle(message: &ToNetd) -> Option<(FdTag, usize)> {
     match message {
         ToNetd::Init(init) => Some((init.fds, INIT_FDS + usize::from(init.has_metrics))),
         ToNetd::WorkerUp(up) => Some((up.link.fds, WORKER_FDS)),
-        ToNetd::Fits(_)
-        | ToNetd::Kept(_)
-        | ToNetd::Model(_)
+        ToNetd::Model { .. }
         | ToNetd::WorkerDown { .. }
         | ToNetd::WorkerUnkillable { .. }
         | ToNetd::Shrink(_)

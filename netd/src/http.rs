@@ -60,17 +60,11 @@ pub async fn get(client: &Client, url: &str, max_bytes: usize) -> Result<Vec<u8>
 }
 
 /// The body of `url`, to be read piece by piece.
-///
-/// # Errors
-/// [`HttpError`].
 pub async fn pieces(client: &Client, url: &str) -> Result<Response, HttpError> {
     accepted(client.get(url).send().await?)
 }
 
 /// Sends `count` times `piece` to `url` and waits for an answer.
-///
-/// # Errors
-/// [`HttpError`].
 pub async fn post(client: &Client, url: &str, piece: Bytes, count: usize) -> Result<(), HttpError> {
     let pieces = stream::iter(std::iter::repeat_n(piece, count)).map(Ok::<_, std::io::Error>);
     let request = client.post(url).body(Body::wrap_stream(pieces));

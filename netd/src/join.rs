@@ -41,9 +41,7 @@ const ROUTER_WAIT: Duration = Duration::from_secs(5);
 /// A node that listens and has joined.
 #[derive(Clone, Debug)]
 pub struct Joined {
-    /// The libp2p node.
     pub p2p: P2p,
-    /// The DHT node.
     pub dht: Dht,
     /// PeerID in base58.
     pub peer_id: String,
@@ -74,9 +72,7 @@ impl Joined {
 /// Settings common to netd and a bare DHT node.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
-    /// Its key.
     pub keypair: Keypair,
-    /// Where it listens.
     pub listen: Vec<Multiaddr>,
     /// What it announces instead.
     pub announce: Vec<Multiaddr>,

@@ -9,10 +9,11 @@ use hivemind::task;
 use hivemind::wire::records::{ServerInfo, ServerState};
 use shared::block::Span;
 use shared::config::{SpanChoice, Throughput};
-use shared::control::{Capacity, NetdInit, Rating, WorkerUp};
+use shared::control::{NetdInit, Rating, WorkerUp};
 use shared::limits::Limits;
 use shared::network::NetworkRate;
 use shared::shm::board::{self, Announcement};
+use shared::survey::Capacity;
 use shared::throughput::{self, Rates, Reach, network_rps};
 use tokio::task::{AbortHandle, JoinHandle};
 use tracing::{info, warn};
@@ -28,7 +29,6 @@ use crate::swarm::rebalance::{self, without};
 /// What is offered.
 #[derive(Clone, Debug)]
 pub struct Offer {
-    /// The blocks.
     pub span: Span,
     /// Prefix of their uids.
     pub prefix: String,

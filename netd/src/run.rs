@@ -29,7 +29,7 @@ use hivemind::task;
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::config::SpanChoice;
-use shared::control::{Capacity, FromNetd, NetdInit, ToNetd, WorkerUp};
+use shared::control::{FromNetd, NetdInit, ToNetd, WorkerUp};
 use shared::exit::ExitReason;
 use shared::model::ModelFacts;
 use shared::shm::arena::ArenaMap;
@@ -226,25 +226,16 @@ async fn offer_blocks(
 ) -> Stop {
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
     outbox.send(FromNetd::Listening { peer_id, addrs }).await;
-    let mut message = messages.next().await.map(|from| from.message);
-    let mut kept = Capacity::default();
-    loop {
-        match message {
-            Some(ToNetd::Fits(blocks)) => init.config.span = SpanChoice::Count(blocks),
-            Some(ToNetd::Kept(capacity)) => kept = capacity,
-            _ => break,
-        }
-        message = messages.next().await.map(|from| from.message);
-    }
-    let facts = match message {
-        Some(ToNetd::Model(facts)) => facts,
+    let (facts, fits, kept) = match messages.next().await.map(|from| from.message) {
+        Some(ToNetd::Model { facts, fits, kept }) => (facts, fits, kept),
         Some(ToNetd::Drain) => return Stop::Drained,
         Some(other) => return unexpected(&other, "Model").into(),
         None => return Stop::ParentGone,
     };
+    init.config.span = fits.map_or(init.config.span, SpanChoice::Count);
     let choice = messages.meanwhile(offer::choose(&init, &facts, &joined)).await;
     let offer = match choice {
-        Ok(Ok(offer)) => offer.keeping(kept),
+        Ok(Ok(offer)) => offer.keeping(kept.unwrap_or_default()),
         Ok(Err(fatal)) => return fatal.into(),
         Err(stop) => return stop,
     };
@@ -515,7 +506,7 @@ impl Daemon {
                 self.drain().await;
                 return Err(Stop::Drained);
             }
-            other @ (ToNetd::Init(_) | ToNetd::Fits(_) | ToNetd::Kept(_) | ToNetd::Model(_)) => {
+            other @ (ToNetd::Init(_) | ToNetd::Model { .. }) => {
                 let expected = "WorkerUp, WorkerDown, Shrink, Grow, MoveFailed, Pause, Resume, Replace or Drain";
                 return Err(unexpected(&other, expected).into());
             }

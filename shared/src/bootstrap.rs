@@ -94,7 +94,6 @@ pub enum BootstrapError {
     Connect {
         /// Name of the one-shot server.
         name: String,
-        /// What failed.
         #[source]
         source: io::Error,
     },

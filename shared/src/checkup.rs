@@ -51,7 +51,6 @@ pub struct HubQuestion {
 /// What the Hub said.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HubFacts {
-    /// Its address.
     pub endpoint: String,
     /// Seconds that this machine's clock is ahead of the Hub's.
     pub clock_ahead_s: Option<f64>,

@@ -51,7 +51,6 @@ pub struct ServeConfig {
     pub warpgroups: Vec<(Device, Warpgroups)>,
     /// Longest time for the sample that finds it out (`--sample_timeout`).
     pub sample_timeout: Duration,
-    /// Settings of netd.
     pub netd: NetdConfig,
     /// Settings common to all workers.
     pub worker: WorkerConfig,
@@ -100,7 +99,6 @@ pub enum SpanChoice {
     Fixed(Span),
     /// This many, where the swarm needs them most (`--num_blocks`), clipped to the model.
     Count(u32),
-    /// The whole model.
     All,
 }
 

@@ -3,9 +3,9 @@
 //! socket under the tag that the message names, and are sent before it.
 //!
 //! ```text
-//! prepare:  Init -> Inspected -> Span -> Progress* -> Prepared -> exit 0
-//!           for what is left of a group after a loss: Init (of this group) -> Groups, Inspected -> Drain -> exit 0
-//! netd:     Init -> Listening -> Fits? -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
+//! prepare:  Init -> Surveyed -> Span -> Progress* -> Prepared -> exit 0
+//!           for what is left of a group after a loss: Init (of this group) -> Surveyed -> Drain -> exit 0
+//! netd:     Init -> Listening -> Model -> ProposedSpan -> (WorkerUp | WorkerDown | Shrink | a move)* -> Drain -> exit 0
 //! a move:   Move -> WorkerUp of the new blocks -> Moved -> Vacated; without memory for both Move -> MakeRoom -> Vacated -> WorkerUp of the
 //!           new blocks -> Online; or MoveFailed, or Stays
 //! a pause:  Pause -> Vacated -> WorkerDown of all workers -> Resume -> WorkerUp -> Online
@@ -41,6 +41,7 @@ use crate::network::NetworkRate;
 use crate::processor::Seats;
 pub use crate::role::Role;
 use crate::sandbox::Confinement;
+use crate::survey::{Capacity, Survey};
 use crate::warpgroups::Warpgroups;
 
 /// Tag of a bundle of descriptors on the descriptor socket; counts up from 1 for each child.
@@ -62,7 +63,6 @@ pub struct Birth {
     pub generation: Generation,
     /// Which worker, for the log.
     pub worker: Option<WorkerId>,
-    /// How to log.
     pub log: LogConfig,
     /// What it may touch.
     pub confinement: Confinement,
@@ -70,7 +70,7 @@ pub struct Birth {
 
 /// Where a child reports to on the board, and how often. The descriptor of the board is the last one
 /// of its first message.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BoardSeat {
     /// Index of the child's slot.
     pub slot: u32,
@@ -98,7 +98,6 @@ pub enum ToPrepare {
     },
     /// Make these blocks ready and write their manifest to `manifest`.
     Span {
-        /// The blocks.
         span: Span,
         /// Path of the manifest to write.
         manifest: PathBuf,
@@ -129,17 +128,6 @@ pub struct CudaDevice {
     pub has_warpgroups: bool,
 }
 
-/// Memory of a device that a worker will own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceMemory {
-    /// Which.
-    pub device: Device,
-    /// Bytes that a worker may take.
-    pub free_bytes: u64,
-    /// Of which it needs so many to compute the largest unit of this model.
-    pub work_bytes: u64,
-}
-
 /// What prepare does with a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PrepareStage {
@@ -167,25 +155,8 @@ pub struct Progress {
 /// Prepare to supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromPrepare {
-    /// What the workers of an earlier start measured, the slowest device. Comes before `Inspected`,
-    /// if it is known.
-    Kept(Capacity),
-    /// Memory of the devices that have their own; before the facts.
-    Devices(Vec<DeviceMemory>),
-    /// Of devices in groups of several, before the facts: what each rank of each group holds of a
-    /// block; nothing for a group of one device. Decided at the first start, and the same at every
-    /// later one.
-    Groups(Vec<Vec<RankShare>>),
-    /// Of several devices, before the facts: their relative speeds, and how earlier starts cut the
-    /// model among them (blocks of each group of devices).
-    Speeds {
-        /// In the order of the devices.
-        rates: Vec<f64>,
-        /// At most one for each number of blocks.
-        cuts: Vec<Vec<u32>>,
-    },
-    /// The model is readable; these are its facts.
-    Inspected(ModelFacts),
+    /// The model is readable: what is known of it and of the devices.
+    Surveyed(Box<Survey>),
     /// How far the blocks are.
     Progress(Progress),
     /// The manifest is written and every file it names is complete.
@@ -229,7 +200,6 @@ pub struct WorkerInit {
     pub seats: Seats,
     /// Its blocks, for life.
     pub span: Span,
-    /// The model.
     pub model: ModelFacts,
     /// The files of its weights.
     pub weights: WeightsInit,
@@ -240,7 +210,6 @@ pub struct WorkerInit {
     pub kv_survives: bool,
     /// Bytes that a job for gradients may keep of its blocks ([`ModelFacts::gradient_bytes`]).
     pub gradient_bytes: u64,
-    /// Settings.
     pub config: WorkerConfig,
     /// Whether to measure throughput before reporting ready.
     pub measure: bool,
@@ -294,7 +263,7 @@ impl GroupInit {
 }
 
 /// One end of a pair of rings.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinkInit {
     /// Generation of netd at the other end.
     pub netd_generation: Generation,
@@ -312,10 +281,7 @@ pub enum FromWorker {
     /// Weights are loaded; jobs can come.
     Ready(Capacity),
     /// Serves the rings of this netd generation and has abandoned all older ones.
-    Linked {
-        /// The netd generation.
-        netd_generation: Generation,
-    },
+    Linked { netd_generation: Generation },
     /// The process is about to exit for this reason.
     Failed {
         /// Why, for the restart decision.
@@ -323,15 +289,6 @@ pub enum FromWorker {
         /// One sentence for the operator.
         message: String,
     },
-}
-
-/// What a worker can do, measured on its blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Capacity {
-    /// One-token steps of one block per second; 0 when not measured.
-    pub inference_rps: f64,
-    /// Tokens per second through one block in long batches; 0 when not measured.
-    pub forward_rps: f64,
 }
 
 /// What a server announces of its speed.
@@ -350,24 +307,23 @@ pub struct Rating {
 }
 
 /// Supervisor to netd.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToNetd {
     /// Start listening. Descriptors under `fds`: the arena, the board, the session records.
     Init(Box<NetdInit>),
-    /// No more than so many blocks fit into memory. Comes before `Model`, and only if the whole
-    /// model was asked for.
-    Fits(u32),
-    /// What workers measured at an earlier start: stands for what they have not measured yet. Comes
-    /// before `Model`, if it is known.
-    Kept(Capacity),
     /// The model that is served.
-    Model(ModelFacts),
+    Model {
+        facts: ModelFacts,
+        /// Where the whole model was asked for and does not fit into memory: blocks that do.
+        fits: Option<u32>,
+        /// What workers measured at an earlier start: stands for what they have not measured yet.
+        kept: Option<Capacity>,
+    },
     /// A worker is linked. Descriptors under `fds`: rings, doorbell of the submission ring, doorbell
     /// of the completion ring.
     WorkerUp(WorkerUp),
     /// A worker is dead and reaped: nothing of it touches pages or slots any more.
     WorkerDown {
-        /// Which.
         worker: WorkerId,
         /// The generation that died.
         generation: Generation,
@@ -377,12 +333,7 @@ pub enum ToNetd {
         restarting: bool,
     },
     /// A worker was killed and does not die: what its jobs name stays out of use for ever.
-    WorkerUnkillable {
-        /// Which.
-        worker: WorkerId,
-        /// Its generation.
-        generation: Generation,
-    },
+    WorkerUnkillable { worker: WorkerId, generation: Generation },
     /// Workers are gone for good: serve and announce these blocks only.
     Shrink(Span),
     /// A worker that was gone is up again: serve and announce these blocks, which hold the present
@@ -414,7 +365,7 @@ pub enum ToNetd {
 }
 
 /// First message to netd.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetdInit {
     /// Where to report progress.
     pub board: BoardSeat,
@@ -442,11 +393,9 @@ pub struct NetdInit {
 }
 
 /// A linked worker, as netd sees it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerUp {
-    /// Which.
     pub worker: WorkerId,
-    /// Its blocks.
     pub span: Span,
     /// Pages per block in its kv segment.
     pub kv_pages: u32,
@@ -454,9 +403,7 @@ pub struct WorkerUp {
     pub kv_survives: bool,
     /// Which pages it has: the same number from two generations means the same pages.
     pub kv_version: u64,
-    /// What it measured.
     pub capacity: Capacity,
-    /// The rings.
     pub link: LinkInit,
 }
 
@@ -500,11 +447,9 @@ pub enum FromNetd {
     /// be killed, so that its jobs go to the next generation. The worker is to blame
     /// (`DeathCause::SelfInflicted`), and perhaps a job.
     BrokenRings {
-        /// Which.
         worker: WorkerId,
         /// The generation whose rings they are.
         generation: Generation,
-        /// What was found.
         message: String,
     },
     /// The process is about to exit for this reason.

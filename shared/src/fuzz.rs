@@ -9,16 +9,17 @@ use serde::de::DeserializeOwned;
 
 use crate::block::{BlockIndex, Span};
 use crate::control::{
-    Capacity, DeathCause, FdTag, FromNetd, FromPrepare, FromWorker, LinkInit, ToNetd, ToPrepare,
-    ToWorker, WorkerUp,
+    DeathCause, FdTag, FromNetd, FromPrepare, FromWorker, LinkInit, ToNetd, ToPrepare, ToWorker,
+    WorkerUp,
 };
 use crate::dtype::DType;
 use crate::exit::ExitReason;
 use crate::ids::{Generation, GroupId, JobId, PageId, WorkerId};
 use crate::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, Prompts, SlotRef,
-    WorkKind,
+    StepPages, WorkKind,
 };
+use crate::survey::Capacity;
 
 fn limits() -> JobLimits {
     JobLimits {
@@ -48,9 +49,11 @@ fn step() -> JobBody {
         batch: 2,
         tokens: 2,
         hidden: 8,
-        prefix_lengths: vec![17, 17],
-        page_tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
-        copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
+        pages: StepPages {
+            prefixes: vec![17, 17],
+            tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
+            copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
+        },
         input: slot(0, 128),
         output: slot(128, 128),
         prompts: Some(Prompts { slot: slot(1024, 64), batch: 1, tokens: 1 }),
@@ -62,9 +65,7 @@ fn step() -> JobBody {
 fn backward() -> JobBody {
     JobBody {
         kind: WorkKind::Backward,
-        prefix_lengths: vec![],
-        page_tables: vec![],
-        copies: vec![],
+        pages: StepPages::default(),
         output_gradient: Some(slot(256, 128)),
         prompt_gradient: Some(slot(2048, 128)),
         ..step()
@@ -84,7 +85,7 @@ fn fuzz_job_bodies() {
         let job = JobBody::decode(input, &limits());
         if let Ok(job) = &job {
             assert_eq!(JobBody::decode(&job.encode(), &limits()).as_ref(), Ok(job));
-            assert!(job.page_tables.iter().flatten().all(|page| page.0 < limits().kv_pages));
+            assert!(job.pages.tables.iter().flatten().all(|page| page.0 < limits().kv_pages));
             assert!(job.input.offset + job.input.len <= limits().arena_bytes);
         }
         outcome(&job)

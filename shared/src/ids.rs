@@ -60,7 +60,6 @@ impl Generation {
 /// Which worker: its group, its place in it and the size of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct WorkerId {
-    /// The group.
     pub group: GroupId,
     /// Place in the group.
     pub rank: Rank,

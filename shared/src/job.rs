@@ -159,6 +159,17 @@ pub struct PageCopy {
     pub tokens: u32,
 }
 
+/// Where the keys and values of a step lie, the same pages in every block.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPages {
+    /// Tokens in the cache before the step, per row.
+    pub prefixes: Vec<u32>,
+    /// Pages of each row, in order of position, up to the last token of the step.
+    pub tables: Vec<Vec<PageId>>,
+    /// Copies to make before anything is written.
+    pub copies: Vec<PageCopy>,
+}
+
 /// The variable part of a job. Hidden states are `[batch, tokens, hidden]` in the block dtype.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobBody {
@@ -176,12 +187,8 @@ pub struct JobBody {
     pub tokens: u32,
     /// Width of the hidden states.
     pub hidden: u32,
-    /// Tokens already in the cache, per row. Empty unless the job is a step.
-    pub prefix_lengths: Vec<u32>,
-    /// Pages of each row, in order of position. Empty unless the job is a step.
-    pub page_tables: Vec<Vec<PageId>>,
-    /// Copies to make first. Empty unless the job is a step.
-    pub copies: Vec<PageCopy>,
+    /// Where its keys and values lie. Empty unless the job is a step.
+    pub pages: StepPages,
     /// Hidden states to read.
     pub input: SlotRef,
     /// Where to write the result: hidden states, or the gradient of the input.
@@ -213,12 +220,14 @@ pub struct JobLimits {
 }
 
 impl JobBody {
+    /// Tokens of all rows.
+    pub fn total_tokens(&self) -> u64 {
+        u64::from(self.batch) * u64::from(self.tokens)
+    }
+
     /// Bytes of the hidden states of this job: `batch × tokens × hidden` elements.
     pub fn hidden_bytes(&self) -> u64 {
-        u64::from(self.batch)
-            * u64::from(self.tokens)
-            * u64::from(self.hidden)
-            * self.dtype.size_bytes() as u64
+        self.total_tokens() * u64::from(self.hidden) * self.dtype.size_bytes() as u64
     }
 
     /// The pages that a step on `row` writes, as positions in the row's table: those that hold the
@@ -266,30 +275,20 @@ pub enum JobError {
     },
     /// The body exceeds [`MAX_BODY_BYTES`].
     #[error("job body of {bytes} bytes is longer than the limit of {MAX_BODY_BYTES}")]
-    BodyTooLong {
-        /// Its length.
-        bytes: u64,
-    },
+    BodyTooLong { bytes: u64 },
     /// The body ends early, has bytes left over, or holds a code that no one writes.
     #[error("job body is malformed at byte {at}")]
-    BadBody {
-        /// Where.
-        at: u64,
-    },
+    BadBody { at: u64 },
     /// Batch, tokens or number of blocks out of bounds.
     #[error("job asks for {value} where at most {limit} (and at least 1) is allowed")]
     OutOfBounds {
-        /// What was asked.
         value: u64,
         /// The most.
         limit: u64,
     },
     /// A block that this worker does not serve, or one that a step names twice.
     #[error("block {block} is not served by this worker, or named twice")]
-    BlockNotServed {
-        /// The block.
-        block: u64,
-    },
+    BlockNotServed { block: u64 },
     /// Hidden size of another model.
     #[error("hidden size {got} does not match the model's {want}")]
     WrongHidden {
@@ -308,16 +307,10 @@ pub enum JobError {
     },
     /// A slot outside the arena or of the wrong length.
     #[error("slot of {len} bytes at {offset} is outside the arena or of the wrong length")]
-    BadSlot {
-        /// Where it starts.
-        offset: u64,
-        /// Its length.
-        len: u64,
-    },
+    BadSlot { offset: u64, len: u64 },
     /// An output slot that overlaps an input.
     #[error("output slot at {offset} overlaps the slot at {other}")]
     Aliased {
-        /// The output.
         offset: u64,
         /// The other.
         other: u64,
@@ -325,21 +318,16 @@ pub enum JobError {
     /// A page outside the pool.
     #[error("page {page} is outside the pool of {pages} pages")]
     BadPage {
-        /// The page.
         page: u64,
         /// Pages in the pool.
         pages: u64,
     },
     /// A page that one job writes twice, or that one row writes and another reads.
     #[error("page {page} is written by one row or copy of the job and used by another")]
-    SharedPage {
-        /// The page.
-        page: u64,
-    },
+    SharedPage { page: u64 },
     /// A page table that is too short for the row.
     #[error("page table of {have} pages is too short, the row needs {need}")]
     ShortTable {
-        /// Its length.
         have: u64,
         /// What the row needs.
         need: u64,
@@ -347,7 +335,6 @@ pub enum JobError {
     /// An adapter that is not loaded.
     #[error("adapter {adapter} is not among the {loaded} that are loaded")]
     UnknownAdapter {
-        /// Its index.
         adapter: u64,
         /// How many there are.
         loaded: u64,
@@ -429,7 +416,6 @@ impl JobError {
 /// Answer to a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The job.
     pub id: JobId,
     /// Generation of the worker that answers.
     pub worker_generation: Generation,

@@ -29,6 +29,7 @@ pub mod public_swarm;
 pub mod role;
 pub mod sandbox;
 pub mod shm;
+pub mod survey;
 pub mod throughput;
 #[cfg(test)]
 mod untried;

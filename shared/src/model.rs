@@ -54,7 +54,6 @@ pub struct ModelFacts {
 /// on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankShare {
-    /// Its query heads.
     pub heads: u32,
     /// The key/value heads that they read.
     pub kv_heads: u32,

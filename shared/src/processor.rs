@@ -37,9 +37,7 @@ const MAX_CACHES: u32 = 16;
 pub struct Core {
     /// The CPUs of it that may be used, in ascending order; at least one.
     pub cpus: Vec<u32>,
-    /// Its NUMA node.
     pub node: u32,
-    /// Its socket.
     pub package: u32,
     /// The first CPU that shares its third-level cache; `None` where the system names no such cache.
     pub cache: Option<u32>,

@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 /// Role of a child process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
-    /// The network daemon.
     Netd,
     /// A worker that owns one device.
     Worker,

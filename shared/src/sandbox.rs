@@ -24,7 +24,6 @@ use crate::role::Role;
 /// Whether children are confined (`--sandbox`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SandboxMode {
-    /// They are not.
     Off,
     /// As far as the kernel can.
     #[default]
@@ -60,9 +59,7 @@ impl FromStr for SandboxMode {
 /// Whom [`table`] is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Subject {
-    /// The network daemon.
     Netd,
-    /// A worker.
     Worker,
     /// The reader of checkpoints.
     Prepare,

@@ -42,6 +42,8 @@
 //!
 //! The server of an embedding program and `sepal serve` are the same thing: settings become flags, so
 //! both read, check and explain every value alike. `sepal status` and `sepal top` show either.
+// For others: everything public is explained.
+#![warn(missing_docs)]
 #![forbid(unsafe_code)]
 
 mod builder;

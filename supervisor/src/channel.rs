@@ -45,7 +45,6 @@ pub const MAX_MESSAGES_PER_S: u32 = 10_000;
 /// What the reader of a child found.
 #[derive(Debug)]
 pub enum Heard {
-    /// A message.
     Message(Up),
     /// The child holds its messages back, as it was asked to; nothing follows until it goes on.
     Held,

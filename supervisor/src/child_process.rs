@@ -27,9 +27,7 @@ pub enum StartError {
     /// The system refused a process, a thread or a descriptor.
     #[error("cannot start {child}")]
     System {
-        /// Which child.
         child: ChildId,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -41,15 +39,11 @@ pub enum StartError {
 /// A process that was spawned and whose end was not reported to the tree yet.
 #[derive(Debug)]
 pub struct ChildProcess {
-    /// Which child.
     pub id: ChildId,
-    /// Its generation.
     pub generation: Generation,
     /// Its slot on the board.
     pub slot: u32,
-    /// The process.
     pub process: Process,
-    /// Its control channel.
     pub channel: Channel,
     /// How it ended, and when it was reaped; from then on its process id may name another process.
     pub end: Option<(ExitStatus, Instant)>,

@@ -126,7 +126,6 @@ fn numbered(config: &mut ServeConfig, list: &CudaDevices) -> Result<(), String> 
 /// A CUDA device as `sepal doctor` finds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Examined {
-    /// Which.
     pub device: Device,
     /// Its name; empty if it has none to tell.
     pub name: String,

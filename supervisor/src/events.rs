@@ -36,11 +36,12 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shared::causes::with_causes;
 use shared::config::{Device, ServeConfig};
-use shared::control::{Capacity, DeviceMemory, FromNetd, FromPrepare};
+use shared::control::FromNetd;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::model::ModelFacts;
 use shared::shm::pair::RingIdentity;
+use shared::survey::DeviceMemory;
 use tracing::{error, warn};
 
 use crate::channel::{Heard, Wake};
@@ -150,8 +151,6 @@ struct Driver<'a> {
     /// Workers that wait for files of weights.
     waiting: Vec<weights::Waiting>,
     facts: Option<ModelFacts>,
-    /// What workers measured at an earlier start.
-    kept: Option<Capacity>,
     /// The blocks that clients are told of.
     span: Option<shared::block::Span>,
     /// What a person at a terminal sees in place of the log.
@@ -186,7 +185,6 @@ struct Driver<'a> {
     metrics: ListeningSocket,
     /// The page of the swarm.
     web: Web,
-    /// Why children died.
     deaths: Deaths,
     finished: Option<ExitReason>,
 }
@@ -261,7 +259,6 @@ impl<'a> Driver<'a> {
             weights,
             waiting: Vec::new(),
             facts: None,
-            kept: None,
             span: None,
             screen: Self::screen_for(config.log.format, &config.prepare.model),
             feed,
@@ -343,10 +340,6 @@ impl<'a> Driver<'a> {
     /// What the driver itself needs of what a child says.
     fn heard(&mut self, up: &Up) {
         match up {
-            // That of all groups; what is told later may be of one alone.
-            Up::Prepare(FromPrepare::Kept(capacity)) => {
-                self.kept = self.kept.or(Some(*capacity));
-            }
             Up::Prepare(message) => self.heard_prepare(message),
             Up::Netd(FromNetd::Rated(rating)) => {
                 self.tell_rating(rating);

@@ -48,14 +48,12 @@ pub enum Event {
         name: String,
         /// How often it was started, counted from 0.
         generation: u32,
-        /// The state.
         state: ProcessState,
         /// The reason of a death; empty for other states.
         why: String,
     },
     /// The server announced itself: clients can come.
     Online {
-        /// The announced blocks.
         span: Span,
         /// PeerID of the server.
         peer_id: String,
@@ -93,9 +91,7 @@ impl From<Progress> for Event {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ProcessState {
-    /// It was started.
     Starting,
-    /// It serves.
     Ready,
     /// It finishes what it does.
     Draining,

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use fuzzing::{Target, outcome};
 use shared::block::Span;
 use shared::build::Build;
-use shared::control::{Capacity, FromNetd, FromPrepare};
+use shared::control::{FromNetd, FromPrepare};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::pair::RingIdentity;
+use shared::survey::Survey;
 
 use crate::handed::{Fd, Handed};
 use crate::handover::{HandedChild, Handover, Pending};
@@ -41,7 +42,7 @@ fn tree(config: &shared::config::ServeConfig) -> Tree {
     };
     let events = [
         Event::Start,
-        said(ChildId::Prepare, Up::Prepare(FromPrepare::Inspected(facts))),
+        said(ChildId::Prepare, Up::Prepare(FromPrepare::Surveyed(Box::new(Survey::of(facts))))),
         said(ChildId::Netd, Up::Netd(listening)),
         said(ChildId::Netd, Up::Netd(FromNetd::ProposedSpan(Span::new(0, 4).expect("a span")))),
         said(ChildId::Prepare, Up::Prepare(FromPrepare::Prepared)),
@@ -91,7 +92,6 @@ fn state(line: &str) -> Vec<u8> {
         segments: segments.hand_over(&mut handed).expect("descriptors"),
         weights: Weights::default().hand_over(&mut handed).expect("descriptors"),
         facts: Some(crate::sizing::tests::llama_70b()),
-        kept: Some(Capacity::default()),
         span: Span::new(0, 4).ok(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".to_owned()],
         was_ready: true,

@@ -18,7 +18,6 @@ impl Fd {
         Fd(number)
     }
 
-    /// Its number.
     pub fn number(&self) -> RawFd {
         self.0
     }

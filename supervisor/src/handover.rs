@@ -22,7 +22,6 @@ use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::build::Build;
 use shared::config::ServeConfig;
-use shared::control::Capacity;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId};
 use shared::model::ModelFacts;
@@ -39,15 +38,11 @@ const MAX_STATE_BYTES: u64 = 64 << 20;
 /// A child process that goes on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HandedChild {
-    /// Which child.
     pub id: ChildId,
-    /// Its generation.
     pub generation: Generation,
     /// Its slot on the board.
     pub slot: u32,
-    /// Its process id.
     pub pid: i32,
-    /// Its pidfd.
     pub pidfd: Fd,
     /// The socket for descriptors.
     pub descriptors: Fd,
@@ -58,7 +53,6 @@ pub struct HandedChild {
 /// What had happened and was not told to the tree yet.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Pending {
-    /// A child spoke.
     Said(ChildId, Generation, Up),
     /// A child's process was reaped.
     Ended(ChildId, Generation, ExitStatus),
@@ -87,20 +81,14 @@ pub struct Handover {
     pub page: Option<Fd>,
     /// Processes of the page that end their texts and then themselves.
     pub leaving_pages: Vec<i32>,
-    /// The process tree.
     pub tree: Tree,
-    /// Its processes.
     pub children: Vec<HandedChild>,
     /// What the tree has yet to hear.
     pub pending: Vec<Pending>,
-    /// The shared memory.
     pub segments: HandedSegments,
     /// The files of the weights.
     pub weights: Vec<HandedWeights>,
-    /// The model.
     pub facts: Option<ModelFacts>,
-    /// What workers measured at an earlier start.
-    pub kept: Option<Capacity>,
     /// The blocks that clients were told of.
     pub span: Option<Span>,
     /// Where clients reach the server.
@@ -116,13 +104,10 @@ pub struct Handover {
 /// Why a state cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum HandoverError {
-    /// The file.
     #[error("cannot read the state of the build before")]
     File(#[from] io::Error),
-    /// Its size.
     #[error("the state of the build before has {0} bytes: expected at most {MAX_STATE_BYTES}")]
     TooLong(u64),
-    /// Its content.
     #[error("the state of the build before means nothing to this one")]
     Content(#[from] postcard::Error),
     /// A group of it.
@@ -146,9 +131,6 @@ impl Handover {
     }
 
     /// Reads a state.
-    ///
-    /// # Errors
-    /// [`HandoverError`].
     pub fn read(from: impl Read) -> Result<Handover, HandoverError> {
         let mut bytes = Vec::new();
         from.take(MAX_STATE_BYTES + 1).read_to_end(&mut bytes)?;
@@ -176,7 +158,6 @@ pub enum HandoverOptions {
 /// A build and whether it can take a run over.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Description {
-    /// The build.
     pub build: Build,
     /// Whether it reads the state that it was shown.
     pub reads_state: bool,
@@ -198,9 +179,6 @@ pub fn describe() -> ExitReason {
 }
 
 /// Takes the state behind an inherited descriptor.
-///
-/// # Errors
-/// [`HandoverError`].
 pub fn take(fd: RawFd) -> Result<Handover, HandoverError> {
     Handover::read(File::from(Fd::inherited(fd).take()?))
 }

@@ -53,7 +53,6 @@ pub enum InstanceError {
         "instance {name} is running already (supervisor pid {pid}); stop it or choose another --instance"
     )]
     Busy {
-        /// The name.
         name: String,
         /// What the lock file says about its holder.
         pid: String,
@@ -65,20 +64,13 @@ pub enum InstanceError {
     Stuck(PathBuf),
     /// The folder belongs to somebody else, others can write to it, or it is no folder.
     #[error("runtime folder {path} {fault}; choose another --runtime_dir")]
-    Unsafe {
-        /// The folder.
-        path: PathBuf,
-        /// What is wrong.
-        fault: String,
-    },
+    Unsafe { path: PathBuf, fault: String },
     /// A file operation failed.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was attempted.
         action: &'static str,
         /// On what.
         path: PathBuf,
-        /// Why it failed.
         #[source]
         source: io::Error,
     },
@@ -107,7 +99,6 @@ pub struct Instance {
 /// A live instance that somebody else runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveInstance {
-    /// Its name.
     pub name: String,
     /// The socket on which its supervisor tells what runs.
     pub status_socket: PathBuf,
@@ -172,7 +163,6 @@ impl Instance {
         Ok(self.lock.try_clone()?.into())
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -47,7 +47,6 @@ pub struct Placement {
     pub share: usize,
     /// Its devices, in the order of ranks.
     pub devices: Vec<Device>,
-    /// Its blocks.
     pub span: Span,
 }
 

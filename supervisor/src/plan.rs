@@ -15,9 +15,9 @@ use std::path::Path;
 use model::survey::{FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
 use shared::block::{Span, longest_run};
 use shared::config::{Device, NetdConfig, QuantType, ServeConfig, SpanChoice, Throughput};
-use shared::control::Capacity;
 use shared::exit::ExitReason;
 use shared::network::NetworkRate;
+use shared::survey::Capacity;
 use shared::throughput::{Rates, Reach, announced, network_rps};
 
 pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};

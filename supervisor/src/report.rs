@@ -22,7 +22,6 @@ use figures::{BatchReport, DeviceReport, Figures, WorkReport};
 /// One instance, as `--json` shows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct InstanceReport {
-    /// Its name.
     pub instance: String,
     /// Process id of its supervisor.
     pub supervisor_pid: u32,
@@ -57,7 +56,6 @@ pub struct ChildReport {
     /// Which child it is, in the process of the supervisor.
     #[serde(skip)]
     pub id: Option<(Role, Option<WorkerId>)>,
-    /// Its role.
     pub role: String,
     /// Which worker, if it is one: its group and its rank.
     pub worker: Option<String>,
@@ -82,7 +80,6 @@ pub struct ChildReport {
     /// How it died last.
     #[serde(default)]
     pub last_death: Option<String>,
-    /// Its state.
     pub state: String,
     /// The blocks it serves.
     pub span: Option<String>,
@@ -120,7 +117,6 @@ pub struct ChildReport {
 /// What a worker has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// Its device.
     pub device: Device,
     /// Its part of every block, as a rank of a group.
     pub share: Option<RankShare>,

@@ -35,13 +35,10 @@ use crate::weights::WeightsError;
 /// Why a segment could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum MakeError {
-    /// A memfd.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// Rings.
     #[error(transparent)]
     Rings(#[from] PairError),
-    /// The board.
     #[error(transparent)]
     Board(#[from] BoardError),
     /// What the ranks of a group share.
@@ -53,10 +50,8 @@ pub enum MakeError {
     /// The files of the weights, which go with the segments of a worker.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// They were closed.
     #[error("the weights of {0} are not open")]
     NoWeights(Span),
-    /// A doorbell.
     #[error("cannot create a doorbell")]
     Doorbell(#[source] io::Error),
     /// A socket between two ranks.
@@ -73,14 +68,7 @@ pub enum MakeError {
         "the KV cache of worker {worker} needs {needed_bytes} bytes and {available_bytes} are available; \
          lower --attn_cache_tokens or serve fewer blocks"
     )]
-    NoMemory {
-        /// Whose cache.
-        worker: WorkerId,
-        /// What it needs.
-        needed_bytes: u64,
-        /// What is left.
-        available_bytes: u64,
-    },
+    NoMemory { worker: WorkerId, needed_bytes: u64, available_bytes: u64 },
 }
 
 /// What a worker needs for its KV pages in host memory.
@@ -99,7 +87,6 @@ pub struct Kv {
 #[derive(Debug)]
 pub struct Rings {
     identity: RingIdentity,
-    /// The segment.
     pub pair: RingPair,
     /// Rung by netd.
     pub submission: Doorbell,
@@ -126,7 +113,6 @@ impl Shared {
 /// All segments of a run.
 #[derive(Debug)]
 pub struct Segments {
-    /// The board.
     pub board: Board,
     /// Records of the sessions of netd, whatever its generation.
     pub sessions: MemfdSegment,

@@ -13,9 +13,9 @@ use std::path::PathBuf;
 use model::sizing::{Machine, Need, Sharing};
 use serde::{Deserialize, Serialize};
 use shared::config::{Device, KvMirror, NetdConfig, SpanChoice};
-use shared::control::DeviceMemory;
 use shared::job::MAX_BODY_BYTES;
 use shared::model::{ModelFacts, RankShare};
+use shared::survey::DeviceMemory;
 
 use crate::placement::Share;
 

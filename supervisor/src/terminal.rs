@@ -43,9 +43,7 @@ pub struct Summary {
 /// What happened to a child, as far as a person cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Happened<'a> {
-    /// It was started.
     Started,
-    /// It serves.
     Ready,
     /// It died for this reason and is started again.
     Died(&'a str),

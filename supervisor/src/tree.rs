@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! start:   spawn prepare and netd at once
-//!          prepare Inspected ---------------> netd Model (once it listens) -> netd ProposedSpan
+//!          prepare Surveyed ----------------> netd Model (once it listens) -> netd ProposedSpan
 //!          cut among the devices -----------> prepare Span -> Prepared -> spawn workers
 //!          worker Ready -> new rings -> Link -> Linked -> netd WorkerUp
 //! death of a worker:  reap -> netd WorkerDown -> pause -> next generation, new rings, the same kv segment
@@ -46,10 +46,11 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::{Device, RestartConfig};
-use shared::control::{FromNetd, FromPrepare, FromWorker};
+use shared::control::{FromNetd, FromPrepare, FromWorker, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::model::{ModelFacts, RankShare};
+use shared::survey::Capacity;
 
 pub use action::{Action, Down, Event, Init, Order, Policy, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
@@ -83,6 +84,8 @@ pub struct Tree {
     facts: Option<ModelFacts>,
     /// Most blocks that memory holds.
     fits: u32,
+    /// What workers measured at an earlier start.
+    kept: Option<Capacity>,
     span: Option<Span>,
     prepared: bool,
     was_online: bool,
@@ -120,6 +123,7 @@ impl Tree {
             groups: Vec::new(),
             facts: None,
             fits: 0,
+            kept: None,
             span: None,
             prepared: false,
             was_online: false,

@@ -49,7 +49,6 @@ pub enum Refused {
     /// The child closed its end.
     #[error("the channel is closed")]
     Closed,
-    /// The system failed.
     #[error("cannot read the channel")]
     System(#[from] io::Error),
     /// A message is longer than any that children send.
@@ -108,9 +107,6 @@ impl Listener {
     }
 
     /// Waits for the child and takes its channels.
-    ///
-    /// # Errors
-    /// [`Refused`].
     pub fn accept<Down, Up>(self) -> Result<(IpcSender<ToChild<Down>>, Uplink<Up>), Refused>
     where
         Down: Serialize + for<'de> Deserialize<'de>,

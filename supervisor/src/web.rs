@@ -47,7 +47,6 @@ pub struct Shown<'a> {
     pub num_blocks: u32,
     /// Where this server is reached from this machine.
     pub peers: &'a [String],
-    /// How it logs.
     pub log: &'a LogConfig,
     /// Whether it is confined.
     pub sandbox: SandboxMode,

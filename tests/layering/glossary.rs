@@ -48,7 +48,6 @@ impl Retired {
 
 /// What a file names, each once.
 pub struct Names<'s> {
-    /// Its path.
     pub path: &'s str,
     is_of_kernels: bool,
     /// Identifiers, keywords, and the file's own name.

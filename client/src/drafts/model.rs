@@ -28,17 +28,11 @@ const MAX_CACHE_BYTES: usize = 1 << 30;
 /// Why a model cannot guess.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
-    /// Its files.
     #[error(transparent)]
     Model(#[from] LocalModelError),
     /// Its tokenizer, or that of the large model.
     #[error("cannot read the tokenizer {path}: {reason}")]
-    Tokenizer {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
+    Tokenizer { path: PathBuf, reason: String },
     /// It has other tokens.
     #[error(
         "the model {draft} cannot guess for {large}: its tokenizer has another vocabulary; give a small model of the same family with --draft"
@@ -49,15 +43,8 @@ pub enum DraftError {
         /// The large one.
         large: PathBuf,
     },
-    /// Its blocks.
     #[error("the blocks of {path} cannot be computed: {reason}")]
-    Blocks {
-        /// The folder.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
-    /// The thread.
+    Blocks { path: PathBuf, reason: String },
     #[error("cannot start a thread for the draft model")]
     Thread(#[from] std::io::Error),
 }

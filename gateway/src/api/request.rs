@@ -31,7 +31,6 @@ const MAX_TEMPERATURE: f32 = 2.0;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub enum OneOrMany {
-    /// One.
     One(String),
     /// Several.
     Many(Vec<String>),
@@ -42,7 +41,6 @@ pub enum OneOrMany {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Settings {
-    /// How many texts.
     pub n: Option<u32>,
     /// Whether pieces come as they are made.
     pub stream: Option<bool>,

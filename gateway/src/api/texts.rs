@@ -19,11 +19,9 @@ use crate::model::Model;
 /// Numbers of tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
-    /// Of all prompts.
     pub prompt: usize,
     /// Of these, held by open sessions.
     pub cached: usize,
-    /// Of all texts.
     pub completion: usize,
 }
 
@@ -145,11 +143,9 @@ pub fn finish_name(finish: Finish) -> &'static str {
 /// One text, whole.
 #[derive(Debug, Default)]
 pub struct Whole {
-    /// What it says.
     pub text: String,
     /// Its tokens, if they were asked for.
     pub tokens: Vec<TokenText>,
-    /// Why it ended.
     pub finish: Option<Finish>,
 }
 

@@ -7,7 +7,7 @@ use gpu_worker::block::{
     BlockInput, BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward,
 };
 use gpu_worker::kv::page_layout;
-use gpu_worker::schedule::{JobKey, JobShape, Schedule, Unit};
+use gpu_worker::schedule::{JobKey, Schedule, Unit, Walk};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;
 use shared::ids::PageId;
@@ -24,7 +24,6 @@ pub struct Worker<'w> {
     blocks: Vec<BlockWeights<'w, Cpu>>,
     work: Workspace<Cpu>,
     gradients: GradientWork<Cpu>,
-    /// Of each block.
     pages: Vec<Vec<u8>>,
 }
 
@@ -166,12 +165,12 @@ impl<'w> Worker<'w> {
         while began.elapsed() < time {
             for (session, ready) in ready.iter_mut().enumerate() {
                 if let Some(at) = ready.take_if(|at| *at <= Instant::now()) {
-                    let job = schedule.accept(shape(WorkKind::Decode));
+                    let job = schedule.accept(walk(WorkKind::Decode));
                     jobs.insert(job, BenchJob::Session(session, at));
                 }
             }
             if let (Some(class), false) = (background, pending) {
-                jobs.insert(schedule.accept(shape(class)), BenchJob::Background);
+                jobs.insert(schedule.accept(walk(class)), BenchJob::Background);
                 pending = true;
             }
             let Some(unit) = schedule.next(Instant::now()) else {
@@ -302,19 +301,17 @@ pub fn decode(pages: &[PageId]) -> StepRow<'_> {
     StepRow { tokens: 1, prefix: PREFIX, pages }
 }
 
-fn shape(kind: WorkKind) -> JobShape {
-    let blocks = 0..BLOCKS as u32;
-    JobShape {
-        kind,
-        blocks: match kind {
-            WorkKind::Backward => blocks.clone().chain(blocks.rev()).collect(),
-            _ => blocks.collect(),
-        },
-        pieces: match kind {
-            WorkKind::Decode => vec![1],
-            kind => vec![piece_tokens(kind); TOKENS / piece_tokens(kind)],
-        },
-    }
+fn walk(kind: WorkKind) -> Walk {
+    let there = 0..BLOCKS as u32;
+    let blocks = match kind {
+        WorkKind::Backward => there.clone().chain(there.rev()).collect(),
+        _ => there.collect(),
+    };
+    let pieces = match kind {
+        WorkKind::Decode => vec![1],
+        kind => vec![piece_tokens(kind); TOKENS / piece_tokens(kind)],
+    };
+    Walk::new(kind, blocks, pieces)
 }
 
 /// Tokens of a piece of a job in the background.

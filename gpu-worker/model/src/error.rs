@@ -13,14 +13,10 @@ pub enum SpecError {
     },
     /// A field that must be there is not.
     #[error("{field} is missing")]
-    Missing {
-        /// Its name.
-        field: &'static str,
-    },
+    Missing { field: &'static str },
     /// A field with a value that makes no sense.
     #[error("{field} is {value}, but must be {wanted}")]
     Bad {
-        /// Its name.
         field: &'static str,
         /// What the config says, shortened.
         value: String,

@@ -91,7 +91,6 @@ pub enum HeaderError {
     Tensor {
         /// Name of the tensor.
         name: String,
-        /// What is wrong.
         reason: String,
     },
 }

@@ -30,11 +30,9 @@ const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 pub struct Manifest {
     /// [`MANIFEST_VERSION`] of the writer.
     pub version: u32,
-    /// The model.
     pub model: ModelFacts,
     /// Its config.json, from which the form of the blocks is read.
     pub config: serde_json::Value,
-    /// The files.
     pub files: Vec<FileEntry>,
     /// The blocks, by index in the model.
     pub blocks: BTreeMap<u32, BTreeMap<String, TensorEntry>>,
@@ -66,7 +64,6 @@ pub struct FileEntry {
     pub len: u64,
     /// Time of modification, seconds since 1970.
     pub mtime_s: i64,
-    /// Its fraction.
     pub mtime_ns: i64,
 }
 
@@ -94,22 +91,14 @@ pub enum ManifestError {
     /// The file cannot be read or written.
     #[error("cannot {action} manifest {path:?}")]
     Io {
-        /// What was attempted.
         action: &'static str,
-        /// The manifest.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The file is not a manifest of this build.
     #[error("manifest {path:?} cannot be used: {reason}")]
-    Bad {
-        /// The manifest.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    Bad { path: PathBuf, reason: String },
 }
 
 impl FileEntry {

@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use shared::bootstrap::build_id;
 use shared::config::{Device, WorkerConfig};
-use shared::control::Capacity;
 use shared::files::EntryFile;
 use shared::model::ModelFacts;
 use shared::processor::shown;
+use shared::survey::Capacity;
 use thiserror::Error;
 use tracing::warn;
 
@@ -74,7 +74,6 @@ pub enum ThroughputError<E> {
     /// The lock file cannot be opened or locked.
     #[error("cannot lock {path} to measure throughput")]
     Lock {
-        /// The lock file.
         path: PathBuf,
         /// What the system said.
         #[source]
@@ -82,11 +81,7 @@ pub enum ThroughputError<E> {
     },
     /// Another server has been measuring for too long.
     #[error("another server still measures its throughput after {waited:?}")]
-    Busy {
-        /// The wait.
-        waited: Duration,
-    },
-    /// The measurement failed.
+    Busy { waited: Duration },
     #[error(transparent)]
     Measurement(E),
 }
@@ -113,9 +108,6 @@ impl RateCache {
     /// The rates for `key`, kept or from `measure`. Servers that start together measure one after
     /// the other. A file that cannot be written is logged and costs the next start a
     /// measurement.
-    ///
-    /// # Errors
-    /// [`ThroughputError`].
     pub fn rates<E>(
         &self,
         key: &Key,

@@ -39,25 +39,17 @@ pub struct BlockSpec {
     pub head_norms: Option<[&'static str; 2]>,
     /// The projection of what attention returns.
     pub o: LinearSpec,
-    /// The second half.
     pub mlp: Mlp,
     /// What comes before the block's index in a checkpoint, for example `model.layers`.
     pub checkpoint_prefix: &'static str,
 }
 
-/// A norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Norm {
     /// Root mean square, with this number added to the mean square; a scale, no bias.
-    Rms {
-        /// The number.
-        eps: f32,
-    },
+    Rms { eps: f32 },
     /// Layer norm, with this number added to the variance; a scale and a bias.
-    Layer {
-        /// The number.
-        eps: f32,
-    },
+    Layer { eps: f32 },
 }
 
 impl Norm {
@@ -104,7 +96,6 @@ pub enum Residual {
 /// The projections before attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Qkv {
-    /// A matrix each.
     Separate([LinearSpec; 3]),
     /// One matrix: per key/value head the queries of its group, then its key, then its value.
     Fused(LinearSpec),

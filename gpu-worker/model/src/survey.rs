@@ -1,21 +1,16 @@
-//! What is known of a model and of the devices that are to serve it, before any weight is fetched or
-//! loaded: prepare finds it out, and the supervisor decides by it which blocks are served, in `sepal
-//! serve` and in `sepal plan` alike.
+//! What `sepal plan` is told of a model: its [`Survey`] in every format, and what its checkpoint takes.
 
 use std::collections::BTreeMap;
 
 use shared::block::Span;
 use shared::config::{Device, PrepareConfig, QuantType, SpanChoice, WorkerConfig};
-use shared::control::{Capacity, DeviceMemory};
 use shared::exit::ExitReason;
-use shared::model::{ModelFacts, RankShare};
-
-use crate::cuts::Cut;
+use shared::survey::Capacity;
+use shared::survey::Survey;
 
 /// What is to be surveyed.
 #[derive(Clone, Copy, Debug)]
 pub struct SurveyRequest<'a> {
-    /// The model.
     pub prepare: &'a PrepareConfig,
     /// The devices, in groups that share every block.
     pub groups: &'a [Vec<Device>],
@@ -29,31 +24,6 @@ pub struct SurveyRequest<'a> {
 
 /// Why there is no survey: the reason for an exit code, and a sentence for the operator.
 pub type SurveyFailure = (ExitReason, String);
-
-/// A model in one format, on some devices.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Survey {
-    /// The model.
-    pub facts: ModelFacts,
-    /// What each rank of each group holds of a block; nothing for a group of one device, and no
-    /// groups where no group has several.
-    pub ranks: Vec<Vec<RankShare>>,
-    /// The devices with memory of their own.
-    pub devices: Vec<DeviceMemory>,
-    /// What workers measured at an earlier start, the slowest group.
-    pub kept: Option<Capacity>,
-    /// Of several devices: their relative speeds.
-    pub speeds: Option<Speeds>,
-}
-
-/// The relative speeds of several devices.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Speeds {
-    /// In the order of the devices.
-    pub rates: Vec<f64>,
-    /// How earlier starts cut the model among them.
-    pub cuts: Vec<Cut>,
-}
 
 /// A model in every format that was asked for, and its checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,10 +42,7 @@ pub enum Source {
     /// A folder of this machine.
     Folder,
     /// The Hub, at this commit.
-    Hub {
-        /// The commit.
-        commit: String,
-    },
+    Hub { commit: String },
 }
 
 /// A model in one format, with an estimate of its speed.
@@ -92,7 +59,6 @@ pub struct FormatSurvey {
 /// A speed that nobody measured on this model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
-    /// The speed.
     pub capacity: Capacity,
     /// What it is computed from, for people.
     pub basis: String,

@@ -23,11 +23,8 @@ pub enum WeightFileError {
     /// A file is gone or cannot be used.
     #[error("cannot {action} weights file {path:?}")]
     File {
-        /// What was attempted.
         action: &'static str,
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -36,12 +33,7 @@ pub enum WeightFileError {
     Changed(PathBuf),
     /// The span has more files than are held open.
     #[error("the weights of {span} lie in {count} files, expected at most {MAX_WEIGHT_FILES}")]
-    TooMany {
-        /// The span.
-        span: Span,
-        /// Its files.
-        count: usize,
-    },
+    TooMany { span: Span, count: usize },
 }
 
 impl WeightFileError {

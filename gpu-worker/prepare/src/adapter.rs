@@ -42,7 +42,6 @@ const MAX_CONFIG_BYTES: u64 = 4 << 20;
 #[derive(Debug)]
 pub struct Adapter {
     name: String,
-    /// Its weights.
     pub file: CheckpointFile,
     blocks: BTreeMap<u32, BTreeMap<String, LowRank>>,
 }

@@ -39,13 +39,11 @@ enum Files {
 /// One opened file.
 #[derive(Debug)]
 pub struct CheckpointFile {
-    /// The file.
     pub file: File,
     /// Its name in the model folder, for messages; the Hub's cache has links there.
     pub shown: PathBuf,
     /// Its real path and state.
     pub entry: FileEntry,
-    /// Its header.
     pub header: Header,
 }
 

@@ -17,7 +17,6 @@ use crate::repository::{default_dht_prefix, is_repo_id};
 /// Where a client reads a model from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientFolder {
-    /// The folder.
     pub path: PathBuf,
     /// The prefix that servers announce the model under by its name on the Hub; `None` for a folder, and where
     /// config.json names one.

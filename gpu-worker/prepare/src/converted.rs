@@ -26,13 +26,10 @@ const ALIGNMENT: u64 = 64;
 /// The folder, and what its blocks must be.
 #[derive(Clone, Copy, Debug)]
 pub struct Converted<'a> {
-    /// The folder.
     pub folder: &'a Path,
-    /// What it holds.
     pub record: &'a FolderRecord,
     /// Form of the blocks.
     pub spec: &'a BlockSpec,
-    /// Their format.
     pub facts: &'a ModelFacts,
 }
 

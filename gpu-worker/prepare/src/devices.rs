@@ -9,8 +9,8 @@ use model::BlockSpec;
 use model::rates::{RateCache, device_name, threads};
 use model::sizing::{unit_tokens, work_bytes};
 use shared::config::{Device, WorkerConfig};
-use shared::control::DeviceMemory;
 use shared::model::ModelFacts;
+use shared::survey::DeviceMemory;
 
 /// Memory that the emulator pretends to have.
 const EMULATED_BYTES: u64 = 8 << 30;
@@ -108,7 +108,7 @@ pub fn processor_bandwidth(threads: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use model::rates::{Freshness, Key};
-    use shared::control::Capacity;
+    use shared::survey::Capacity;
 
     use super::*;
     use crate::fixtures::llama_config;

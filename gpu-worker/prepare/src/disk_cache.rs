@@ -38,9 +38,7 @@ pub struct DiskCache {
 
 /// A file that may be deleted.
 pub struct CachedFile {
-    /// Its path.
     pub path: PathBuf,
-    /// Its length.
     pub bytes: u64,
     /// When it was used last.
     pub used: SystemTime,

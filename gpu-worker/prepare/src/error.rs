@@ -28,7 +28,6 @@ pub enum PrepareError {
         repo: String,
         /// What was looked for.
         looked: PathBuf,
-        /// The cache folder.
         cache: PathBuf,
     },
     /// The Hub has no such model, revision or file.
@@ -40,7 +39,6 @@ pub enum PrepareError {
         repo: String,
         /// The file asked for.
         file: String,
-        /// The revision.
         revision: String,
     },
     /// The Hub or the way to it failed.
@@ -58,7 +56,6 @@ pub enum PrepareError {
     Unreachable {
         /// Repository id.
         repo: String,
-        /// What failed.
         why: String,
     },
     /// A download does not fit on the disk.
@@ -67,16 +64,7 @@ pub enum PrepareError {
          is not in use{}; serve fewer blocks or allow more",
         limit(*max_bytes)
     )]
-    NoRoom {
-        /// What is missing.
-        needed_bytes: u64,
-        /// What there is.
-        available_bytes: u64,
-        /// The limit given.
-        max_bytes: Option<u64>,
-        /// The cache folder.
-        folder: PathBuf,
-    },
+    NoRoom { needed_bytes: u64, available_bytes: u64, max_bytes: Option<u64>, folder: PathBuf },
     /// A folder does not fit on its disk.
     #[error(
         "{needed_bytes} bytes are needed and {free_bytes} are free on the disk of {folder:?}; free some, or give --out on \
@@ -85,23 +73,16 @@ pub enum PrepareError {
     NoSpace {
         /// What is to be written.
         needed_bytes: u64,
-        /// What there is.
         free_bytes: u64,
         /// A folder of the disk.
         folder: PathBuf,
     },
     /// A file of the model cannot be read.
     #[error("cannot read {path:?}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// A file of the model is missing, too long or not what its name says.
     #[error("{path:?} {reason}")]
     BadFile {
-        /// The file.
         path: PathBuf,
         /// What is wrong and what to do.
         reason: String,
@@ -109,27 +90,19 @@ pub enum PrepareError {
     /// config.json describes a model that cannot be served.
     #[error("{path:?}: {reason}")]
     Unsupported {
-        /// The config file.
         path: PathBuf,
         /// What is wrong with the model.
         reason: String,
     },
     /// The blocks cannot be shared by the ranks of a group.
     #[error("the blocks of {model} cannot be shared by the devices of a group: {source}")]
-    Unshared {
-        /// The model.
-        model: String,
-        /// Why.
-        source: ShareError,
-    },
+    Unshared { model: String, source: ShareError },
     /// A tensor is missing, of a wrong shape or type, or holds numbers that are none.
     #[error("{path:?}: tensor {tensor} {reason}")]
     BadTensor {
-        /// The checkpoint file.
         path: PathBuf,
         /// Name of the tensor.
         tensor: String,
-        /// What is wrong.
         reason: String,
     },
     /// The span does not lie within the model.
@@ -146,12 +119,7 @@ pub enum PrepareError {
     #[error(
         "cannot write {path:?}: {source}; check the free space and the permissions of the cache folder"
     )]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     /// Another process works in the cache folder.
     #[error(
         "the cache folder {folder:?} is in use by another process, likely a download, for more than {} s; try again when it \
@@ -159,7 +127,6 @@ pub enum PrepareError {
         waited.as_secs()
     )]
     Busy {
-        /// The cache folder.
         folder: PathBuf,
         /// How long it was waited for.
         waited: Duration,

@@ -12,8 +12,8 @@ use model::sizing::token_flops;
 use model::survey::Estimate;
 use model::{BlockSpec, Mlp};
 use shared::config::{Device, WorkerConfig};
-use shared::control::Capacity;
 use shared::model::ModelFacts;
+use shared::survey::Capacity;
 
 use crate::devices::processor_bandwidth;
 

@@ -37,7 +37,6 @@ pub struct FolderRecord {
     pub model: String,
     /// Repository id, of a model of the Hub.
     pub repository: Option<String>,
-    /// Its commit.
     pub commit: Option<String>,
     /// Blocks of the whole model.
     pub num_blocks: u32,
@@ -63,7 +62,6 @@ pub struct StoredFormat {
 pub struct BlockFile {
     /// Its name in the folder.
     pub file: String,
-    /// Its length.
     pub bytes: u64,
 }
 

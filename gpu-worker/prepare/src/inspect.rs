@@ -39,7 +39,6 @@ pub struct Inspected {
     /// Where the checkpoint comes from, unless from a folder.
     pub(crate) hub: Option<Hub>,
     pub(crate) cache_dir: PathBuf,
-    /// Where config.json is.
     pub(crate) folder: PathBuf,
     /// What Sepal wrote of a folder that it made.
     pub(crate) record: Option<FolderRecord>,

@@ -14,7 +14,6 @@ use crate::repository::is_repo_id;
 /// Where a model lies and what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelFolder {
-    /// The folder.
     pub path: PathBuf,
     /// Name for people: the folder's or the repository id.
     pub name: String,

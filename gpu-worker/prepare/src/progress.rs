@@ -18,7 +18,6 @@ const MESSAGE_PERIOD: Duration = Duration::from_millis(200);
 pub enum Progress {
     /// The work goes on, without anything to count.
     Alive,
-    /// A block begins.
     Block {
         /// Its number within the span, from 1.
         block: u32,

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ipc_channel::TryRecvError;
-use model::survey::{Speeds, Survey};
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::causes::with_causes;
@@ -72,7 +71,9 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
     let (survey, cuts) = survey(&inspected, &init.groups, &init.worker)?;
     let facts = &survey.facts;
     info!(model = facts.name, model_type = facts.model_type, dtype = %facts.dtype, blocks = facts.num_blocks, "model inspected");
-    report(ends, board, survey)?;
+    // The phase comes first: a supervisor that has the survey counts on heartbeats.
+    board.enter(Phase::Idle, Duration::ZERO);
+    send(ends, FromPrepare::Surveyed(Box::new(survey)))?;
     let (span, path, cut) = match next_order(ends, board) {
         Ok(ToPrepare::Span { span, manifest, cut }) => (span, manifest, cut),
         Ok(ToPrepare::Drain) => return Ok(()),
@@ -86,26 +87,6 @@ fn serve(ends: &Ends) -> Result<(), Ending> {
         warn!(%error, "cannot save the cut among the devices; a restart decides anew");
     }
     make_ready(ends, board, inspected, span, &path)
-}
-
-/// Reports what is known before the blocks are: the facts come last.
-fn report(ends: &Ends, board: &BoardWriter, survey: Survey) -> Result<(), Ending> {
-    let Survey { facts, ranks, devices, kept, speeds } = survey;
-    if !ranks.is_empty() {
-        send(ends, FromPrepare::Groups(ranks))?;
-    }
-    if !devices.is_empty() {
-        send(ends, FromPrepare::Devices(devices))?;
-    }
-    if let Some(kept) = kept {
-        send(ends, FromPrepare::Kept(kept))?;
-    }
-    if let Some(Speeds { rates, cuts }) = speeds {
-        send(ends, FromPrepare::Speeds { rates, cuts })?;
-    }
-    // The phase comes first: a supervisor that has the facts counts on heartbeats.
-    board.enter(Phase::Idle, Duration::ZERO);
-    send(ends, FromPrepare::Inspected(facts))
 }
 
 /// Downloads and converts the blocks of `span`, and writes their manifest to `path`. Stops at the

@@ -38,7 +38,6 @@ pub struct SourceTensor<'a> {
     pub name: &'a str,
     /// Name in the checkpoint.
     pub full_name: &'a str,
-    /// The file.
     pub source: &'a File,
     /// Its name in the model folder, for messages.
     pub shown: &'a Path,

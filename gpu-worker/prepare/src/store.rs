@@ -52,9 +52,7 @@ const ALIGNMENT: usize = 64;
 /// A finished prepared file.
 #[derive(Debug)]
 pub struct Prepared {
-    /// The file.
     pub entry: FileEntry,
-    /// Its tensors.
     pub header: Header,
     /// The open file: in use while it is.
     pub file: File,
@@ -65,7 +63,6 @@ pub struct Prepared {
 pub struct Identity {
     /// [`FORMAT_VERSION`] of the writer.
     pub format: u32,
-    /// The block.
     pub block: u32,
     /// Type of hidden states and of what is not quantized.
     pub dtype: String,

@@ -7,13 +7,12 @@ use std::time::Duration;
 use model::cuts::CutFile;
 use model::rates::{RateCache, slowest};
 use model::shards::Shard;
-use model::survey::{
-    BlockSource, FormatSurvey, ModelSurvey, Source, Speeds, Survey, SurveyFailure, SurveyRequest,
-};
+use model::survey::{BlockSource, FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
 use shared::block::{BlockIndex, Span};
 use shared::config::{Device, SpanChoice, WorkerConfig};
-use shared::control::DeviceMemory;
 use shared::model::RankShare;
+use shared::survey::DeviceMemory;
+use shared::survey::{Speeds, Survey};
 use tracing::{info, warn};
 
 use crate::devices::{self, device_memory};

@@ -58,7 +58,6 @@ pub struct BlockInput<'a> {
 pub struct PromptPart<'a> {
     /// First element of the hidden states (not: token) that it is added to.
     pub offset: usize,
-    /// Its values.
     pub values: &'a [f32],
 }
 

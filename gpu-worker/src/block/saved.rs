@@ -21,7 +21,6 @@ pub enum SaveLevel {
     /// Keys and values in their pages.
     #[default]
     Nothing,
-    /// And queries.
     Queries,
     /// And hidden states between attention and MLP.
     Attention,

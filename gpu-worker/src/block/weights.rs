@@ -14,7 +14,6 @@ pub enum WeightsError {
     /// A tensor has another shape than the config says.
     #[error("tensor {name} has shape {found:?}, the config says {wanted:?}")]
     Shape {
-        /// Its name.
         name: String,
         /// `[outputs, inputs]` found.
         found: [usize; 2],
@@ -23,20 +22,11 @@ pub enum WeightsError {
     },
     /// A matrix is not in the block dtype.
     #[error("tensor {name} is {found}, the block computes in {wanted}")]
-    DType {
-        /// Its name.
-        name: String,
-        /// Its dtype.
-        found: DType,
-        /// The block dtype.
-        wanted: DType,
-    },
+    DType { name: String, found: DType, wanted: DType },
     /// The device did not take a tensor.
     #[error("cannot load tensor {name} onto the device")]
     Upload {
-        /// Its name.
         name: String,
-        /// Why.
         #[source]
         source: OpError,
     },

@@ -84,50 +84,50 @@ impl<'a, 'w, B: DeviceBackend> StepUnit<'a, 'w, B> {
 pub struct PassUnit<'a, 'w, B: DeviceBackend> {
     /// The spec of the block.
     pub spec: &'a BlockSpec,
-    /// The block.
     pub weights: &'a BlockWeights<'w, B>,
     /// Shape of a KV page.
     pub layout: PageLayout,
-    /// The job.
     pub plan: &'a JobPlan,
     /// Position of the block in the body of the job.
     pub position: usize,
     /// The pieces of the job.
     pub pieces: Range<usize>,
-    /// All prompts of the job.
-    pub prompts: &'a [f32],
-}
-
-/// What goes through a block besides the hidden states.
-pub(super) struct PassInput<'a> {
     rows: Vec<StepRow<'a>>,
     prompts: Vec<PromptPart<'a>>,
     adapters: Vec<Option<u32>>,
     lengths: Vec<usize>,
 }
 
-impl PassInput<'_> {
-    pub(super) fn block_input(&self) -> BlockInput<'_> {
-        BlockInput {
-            rows: &self.rows,
-            prompts: &self.prompts,
-            adapters: &self.adapters,
-            lengths: &self.lengths,
-        }
-    }
-}
-
-impl<'a, B: DeviceBackend> PassUnit<'a, '_, B> {
-    /// What goes through the block; `None` when the job has no such prompts.
-    pub(super) fn input(&self) -> Option<PassInput<'a>> {
-        let (plan, pieces) = (self.plan, self.pieces.clone());
+impl<'a, 'w, B: DeviceBackend> PassUnit<'a, 'w, B> {
+    /// `pieces` of a job, through its block at `position`; `all_prompts` are the prompts of the job.
+    /// `None`: the job has no such prompts.
+    pub fn new(
+        spec: &'a BlockSpec,
+        weights: &'a BlockWeights<'w, B>,
+        layout: PageLayout,
+        plan: &'a JobPlan,
+        (position, pieces): (usize, Range<usize>),
+        all_prompts: &'a [f32],
+    ) -> Option<Self> {
         let rows = plan.rows(pieces.clone());
-        Some(PassInput {
-            prompts: prompt_parts(plan, self.position, pieces.clone(), self.prompts, 0)?,
+        Some(PassUnit {
+            spec,
+            weights,
+            layout,
+            plan,
+            position,
+            prompts: prompt_parts(plan, position, pieces.clone(), all_prompts, 0)?,
             adapters: vec![plan.body.adapter; rows.len()],
-            lengths: plan.row_lengths(pieces),
+            lengths: plan.row_lengths(pieces.clone()),
+            pieces,
             rows,
         })
+    }
+
+    /// What goes through the block besides the hidden states.
+    pub(super) fn input(&self) -> BlockInput<'_> {
+        let PassUnit { rows, prompts, adapters, lengths, .. } = self;
+        BlockInput { rows, prompts, adapters, lengths }
     }
 
     /// The values of the hidden states of the unit.

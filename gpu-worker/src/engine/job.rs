@@ -18,7 +18,6 @@ const NO_LINK: OpError = OpError::Shape { op: "job", what: "no arena is open" };
 pub struct Job<B: DeviceBackend> {
     /// Number of the job in the life of this worker, for injected faults.
     pub number: u64,
-    /// Its name.
     pub id: JobId,
     /// When netd submitted it, CLOCK_MONOTONIC.
     pub submitted_ns: u64,

@@ -10,7 +10,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::JobId;
-use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
+use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 
 use super::tests::{Bench, HIDDEN, SLOT, mixture, model};
 use super::{Begun, Engine, Job};
@@ -42,9 +42,7 @@ fn body(bench: &Bench<'_>, kind: WorkKind) -> JobBody {
         batch: BATCH,
         tokens: TOKENS,
         hidden: HIDDEN as u32,
-        prefix_lengths: vec![],
-        page_tables: vec![],
-        copies: vec![],
+        pages: StepPages::default(),
         input: slot(0, states),
         output: slot(1, states),
         prompts: Some(Prompts { slot: slot(2, prompts), batch: BATCH, tokens: PROMPT_TOKENS }),
@@ -72,7 +70,7 @@ fn run(bench: &mut Bench<'_>, kind: WorkKind, time: Duration) -> (Vec<u8>, bool)
     let begun: &Begun<Cuda<Emu>> = job.begun.as_ref().unwrap();
     assert!(matches!(begun.hidden, CudaStates::Device(_)));
     let is_on_host = begun.memory.as_ref().unwrap().has_host_pages();
-    let mut jobs = HashMap::from([(schedule.accept(job.plan.shape()), job)]);
+    let mut jobs = HashMap::from([(schedule.accept(job.plan.walk()), job)]);
     while let Some(unit) = schedule.next(Instant::now()) {
         bench.engine.unit(&unit, &mut jobs).unwrap();
         for advance in schedule.done(&unit, Duration::from_millis(1)) {

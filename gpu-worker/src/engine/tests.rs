@@ -13,7 +13,7 @@ use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
-use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
+use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
@@ -101,9 +101,11 @@ impl<'w> Bench<'w> {
             batch: 1,
             tokens: tokens as u32,
             hidden: HIDDEN as u32,
-            prefix_lengths: vec![prefix as u32],
-            page_tables: vec![(first..first + 8).map(PageId).collect()],
-            copies: vec![],
+            pages: StepPages {
+                prefixes: vec![prefix as u32],
+                tables: vec![(first..first + 8).map(PageId).collect()],
+                copies: vec![],
+            },
             input,
             output,
             prompts,
@@ -135,7 +137,7 @@ impl<'w> Bench<'w> {
             outputs.push(body.output);
             let mut job = Job::new(0, JobId(1), 0, JobPlan::new(body, 16));
             self.engine.begin(&mut job, 0).unwrap();
-            jobs.insert(self.schedule.accept(job.plan.shape()), job);
+            jobs.insert(self.schedule.accept(job.plan.walk()), job);
         }
         while let Some(unit) = self.schedule.next(Instant::now()) {
             self.longest = self.longest.max(unit.count);

@@ -70,10 +70,10 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let memory = memory.as_mut().ok_or_else(missing)?;
         let back = plan.backward_at(member.position, member.pieces.clone());
         let is_back = back.is_some();
-        let (position, pieces) = back.unwrap_or((member.position, member.pieces.clone()));
+        let at = back.unwrap_or((member.position, member.pieces.clone()));
         let (spec, layout) = (self.spec, self.kv_shape.layout);
         let weights = self.blocks.get(local).ok_or_else(missing)?;
-        let unit = PassUnit { spec, weights, layout, plan, position, pieces, prompts };
+        let unit = PassUnit::new(spec, weights, layout, plan, at, prompts).ok_or_else(missing)?;
         let (backend, passes) = (&mut self.backend, &mut self.passes);
         if !is_back {
             return Ok(passes.forward(backend, &mut self.work, &unit, hidden, memory)?);

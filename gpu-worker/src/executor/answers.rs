@@ -188,7 +188,12 @@ impl<B: DeviceBackend> Executor<'_, B> {
         let until = self.publisher.until_now();
         self.answers.queue.push_back(Answer { completion, number: Some(job.number), until });
         let plan = &job.plan;
-        self.execution.board.job_done(plan.body.kind, plan.all_tokens(), queue_ns, compute_ns);
+        self.execution.board.job_done(
+            plan.body.kind,
+            plan.body.total_tokens(),
+            queue_ns,
+            compute_ns,
+        );
         self.post_answers(link)?;
         Ok(())
     }

@@ -213,7 +213,7 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
         body.prompt_gradient = None;
         let piece_tokens = self.execution.engine.piece_tokens(body.kind);
         let plan = JobPlan::new(body, piece_tokens);
-        self.walks.insert(key, Walk::new(plan.shape()));
+        self.walks.insert(key, plan.walk());
         self.execution.jobs.insert(key, Job::new(number, id, 0, plan));
         self.execution.faults.at(number, FaultPoint::Taken);
         if let Some(error) = self.execution.begin(key)? {

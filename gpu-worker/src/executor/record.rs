@@ -50,7 +50,6 @@ pub(super) struct Begin<'a> {
 pub(super) struct Malformed {
     /// Its first number; 0 if it has none.
     pub(super) kind: u32,
-    /// Its length.
     pub(super) bytes: usize,
 }
 

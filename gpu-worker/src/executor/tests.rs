@@ -6,7 +6,7 @@ use shared::block::BlockIndex;
 use shared::control::Role;
 use shared::dtype::DType;
 use shared::ids::{Generation, PageId, Rank, WorldSize};
-use shared::job::{PageCopy, Prompts, SlotRef, WorkKind};
+use shared::job::{PageCopy, Prompts, SlotRef, StepPages, WorkKind};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
 
@@ -328,7 +328,7 @@ fn refused_jobs_say_why_and_the_next_job_is_served() {
         }
         let mut free = shuffled_pages();
         let mut step = Session::new().step(netd, &limits, &mut free, &input(1, 1));
-        step.page_tables = vec![vec![PageId(KV_PAGES)]];
+        step.pages.tables = vec![vec![PageId(KV_PAGES)]];
         let outside = JobError::BadPage { page: u64::from(KV_PAGES), pages: u64::from(KV_PAGES) };
         assert_eq!(netd.call(&step), Err(outside));
         let again = netd.job(WorkKind::Forward, &limits, 1, &input(2, 1));

@@ -1,7 +1,9 @@
+use shared::job::WorkKind;
+
 use super::*;
 
-fn shape(kind: WorkKind, blocks: Range<u32>, pieces: &[usize]) -> JobShape {
-    JobShape { kind, blocks: blocks.collect(), pieces: pieces.to_vec() }
+fn walk(kind: WorkKind, blocks: Range<u32>, pieces: &[usize]) -> Walk {
+    Walk::new(kind, blocks.collect(), pieces.to_vec())
 }
 
 fn run(schedule: &mut Schedule, now: Instant) -> Option<(u32, Vec<JobKey>)> {
@@ -13,9 +15,9 @@ fn run(schedule: &mut Schedule, now: Instant) -> Option<(u32, Vec<JobKey>)> {
 #[test]
 fn decode_steps_end_with_the_unit_of_their_last_block() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let long = schedule.accept(shape(WorkKind::Decode, 0..2, &[1]));
-    let short = schedule.accept(shape(WorkKind::Decode, 0..1, &[1]));
-    schedule.accept(shape(WorkKind::Prefill, 0..1, &[100]));
+    let long = schedule.accept(walk(WorkKind::Decode, 0..2, &[1]));
+    let short = schedule.accept(walk(WorkKind::Decode, 0..1, &[1]));
+    schedule.accept(walk(WorkKind::Prefill, 0..1, &[100]));
     let mut ended = Vec::new();
     while let Some(unit) = schedule.next(now) {
         let ending = schedule.ending(&unit);
@@ -33,7 +35,7 @@ fn decode_steps_end_with_the_unit_of_their_last_block() {
 #[test]
 fn a_task_walks_all_pieces_of_a_block_before_the_next_block() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let job = schedule.accept(shape(WorkKind::Prefill, 3..5, &[100, 100, 50]));
+    let job = schedule.accept(walk(WorkKind::Prefill, 3..5, &[100, 100, 50]));
     let mut seen = Vec::new();
     while let Some(unit) = schedule.next(now) {
         let advance = &schedule.done(&unit, Duration::from_secs(1))[0];
@@ -60,9 +62,9 @@ fn a_task_walks_all_pieces_of_a_block_before_the_next_block() {
 #[test]
 fn a_decode_step_goes_between_two_units_of_a_prefill() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let prefill = schedule.accept(shape(WorkKind::Prefill, 0..2, &[100, 100]));
+    let prefill = schedule.accept(walk(WorkKind::Prefill, 0..2, &[100, 100]));
     assert_eq!(run(&mut schedule, now), Some((0, vec![prefill])));
-    let decode = schedule.accept(shape(WorkKind::Decode, 0..2, &[1]));
+    let decode = schedule.accept(walk(WorkKind::Decode, 0..2, &[1]));
     assert_eq!(run(&mut schedule, now), Some((0, vec![decode])));
     assert_eq!(run(&mut schedule, now), Some((1, vec![decode])));
     assert_eq!(run(&mut schedule, now), Some((0, vec![prefill])));
@@ -71,10 +73,10 @@ fn a_decode_step_goes_between_two_units_of_a_prefill() {
 #[test]
 fn kinds_go_in_order_and_the_oldest_of_a_kind_first() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let backward = schedule.accept(shape(WorkKind::Backward, 0..2, &[64]));
-    let forward = schedule.accept(shape(WorkKind::Forward, 0..1, &[64]));
-    let late = schedule.accept(shape(WorkKind::Prefill, 0..1, &[64]));
-    let later = schedule.accept(shape(WorkKind::Prefill, 0..1, &[64]));
+    let backward = schedule.accept(walk(WorkKind::Backward, 0..2, &[64]));
+    let forward = schedule.accept(walk(WorkKind::Forward, 0..1, &[64]));
+    let late = schedule.accept(walk(WorkKind::Prefill, 0..1, &[64]));
+    let later = schedule.accept(walk(WorkKind::Prefill, 0..1, &[64]));
     let order: Vec<_> =
         std::iter::from_fn(|| run(&mut schedule, now)).map(|(_, who)| who[0]).collect();
     assert_eq!(order, [late, later, forward, backward, backward]);
@@ -83,7 +85,7 @@ fn kinds_go_in_order_and_the_oldest_of_a_kind_first() {
 #[test]
 fn units_of_gradients_have_a_size_of_their_own() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let mut there_and_back = shape(WorkKind::Backward, 0..2, &[10; 40]);
+    let mut there_and_back = walk(WorkKind::Backward, 0..2, &[10; 40]);
     there_and_back.blocks = vec![0, 0];
     schedule.accept(there_and_back);
     let mut sizes = Vec::new();
@@ -101,10 +103,10 @@ fn units_of_gradients_have_a_size_of_their_own() {
 #[test]
 fn a_later_decode_step_catches_up_and_shares_the_rest() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let first = schedule.accept(shape(WorkKind::Decode, 0..4, &[1]));
+    let first = schedule.accept(walk(WorkKind::Decode, 0..4, &[1]));
     run(&mut schedule, now);
     run(&mut schedule, now);
-    let second = schedule.accept(shape(WorkKind::Decode, 0..3, &[1]));
+    let second = schedule.accept(walk(WorkKind::Decode, 0..3, &[1]));
     let units: Vec<_> = std::iter::from_fn(|| run(&mut schedule, now)).collect();
     let expected =
         [(0, vec![second]), (1, vec![second]), (2, vec![first, second]), (3, vec![first])];
@@ -124,11 +126,11 @@ fn decode_steps_go_through_blocks_together_until_one_leaves_or_another_joins() {
         Some((unit.block, unit.count, unit.members.len()))
     };
     // Nothing is known of the speed: block by block; then as many as the time allows.
-    schedule.accept(shape(WorkKind::Decode, 0..16, &[1]));
+    schedule.accept(walk(WorkKind::Decode, 0..16, &[1]));
     assert_eq!(next(&mut schedule), Some((0, 1, 1)));
     assert_eq!(next(&mut schedule), Some((1, 4, 1)));
     // One that begins later and leaves earlier, after one that waits to be joined at block 5.
-    schedule.accept(shape(WorkKind::Decode, 3..8, &[1]));
+    schedule.accept(walk(WorkKind::Decode, 3..8, &[1]));
     assert_eq!(next(&mut schedule), Some((3, 2, 1)));
     assert_eq!(next(&mut schedule), Some((5, 3, 2)));
     assert_eq!(next(&mut schedule), Some((8, 4, 1)));
@@ -139,11 +141,11 @@ fn decode_steps_go_through_blocks_together_until_one_leaves_or_another_joins() {
 #[test]
 fn a_decode_step_is_not_overtaken_for_ever() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    let old = schedule.accept(shape(WorkKind::Decode, 0..2, &[1]));
+    let old = schedule.accept(walk(WorkKind::Decode, 0..2, &[1]));
     run(&mut schedule, now);
     let mut units = 0;
     loop {
-        schedule.accept(shape(WorkKind::Decode, 0..1, &[1]));
+        schedule.accept(walk(WorkKind::Decode, 0..1, &[1]));
         units += 1;
         if run(&mut schedule, now) == Some((1, vec![old])) {
             break;
@@ -156,7 +158,7 @@ fn a_decode_step_is_not_overtaken_for_ever() {
 fn a_full_decode_unit_leaves_the_rest_for_the_next() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
     let jobs: Vec<_> =
-        (0..5).map(|_| schedule.accept(shape(WorkKind::Decode, 0..1, &[DECODE_TOKENS]))).collect();
+        (0..5).map(|_| schedule.accept(walk(WorkKind::Decode, 0..1, &[DECODE_TOKENS]))).collect();
     assert_eq!(run(&mut schedule, now), Some((0, jobs[..4].to_vec())));
     assert_eq!(run(&mut schedule, now), Some((0, jobs[4..].to_vec())));
 }
@@ -164,10 +166,10 @@ fn a_full_decode_unit_leaves_the_rest_for_the_next() {
 #[test]
 fn decode_steps_without_end_do_not_hold_up_a_prefill_for_ever() {
     let (mut schedule, start) = (Schedule::default(), Instant::now());
-    let prefill = schedule.accept(shape(WorkKind::Prefill, 0..1, &[64]));
+    let prefill = schedule.accept(walk(WorkKind::Prefill, 0..1, &[64]));
     let mut decode_units = 0;
     for tick in 0..1000 {
-        schedule.accept(shape(WorkKind::Decode, 0..1, &[1]));
+        schedule.accept(walk(WorkKind::Decode, 0..1, &[1]));
         let (_, who) = run(&mut schedule, start + Duration::from_millis(10) * tick).unwrap();
         if who == [prefill] {
             break;
@@ -180,10 +182,10 @@ fn decode_steps_without_end_do_not_hold_up_a_prefill_for_ever() {
 #[test]
 fn work_behind_decode_steps_without_end_gets_an_eighth_of_the_time() {
     let (mut schedule, mut now) = (Schedule::default(), Instant::now());
-    let backward = schedule.accept(shape(WorkKind::Backward, 0..2, &[64; 1000]));
+    let backward = schedule.accept(walk(WorkKind::Backward, 0..2, &[64; 1000]));
     let (mut bulk, mut all) = (Duration::ZERO, Duration::ZERO);
     for _ in 0..2000 {
-        schedule.accept(shape(WorkKind::Decode, 0..1, &[1]));
+        schedule.accept(walk(WorkKind::Decode, 0..1, &[1]));
         let unit = schedule.next(now).unwrap();
         let is_bulk = unit.members[0].job == backward;
         let elapsed = Duration::from_millis(if is_bulk { 20 } else { 10 });
@@ -198,7 +200,7 @@ fn work_behind_decode_steps_without_end_gets_an_eighth_of_the_time() {
 #[test]
 fn units_have_no_more_tokens_than_memory_is_planned_for() {
     let (mut schedule, now) = (Schedule::default().limited([200, 64]), Instant::now());
-    let mut there_and_back = shape(WorkKind::Backward, 0..2, &[64; 8]);
+    let mut there_and_back = walk(WorkKind::Backward, 0..2, &[64; 8]);
     there_and_back.blocks = vec![0, 0];
     schedule.accept(there_and_back);
     let mut sizes = Vec::new();
@@ -213,7 +215,7 @@ fn units_have_no_more_tokens_than_memory_is_planned_for() {
 #[test]
 fn units_grow_with_the_measured_speed_but_pieces_do_not_move() {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    schedule.accept(shape(WorkKind::Forward, 0..2, &[64; 8]));
+    schedule.accept(walk(WorkKind::Forward, 0..2, &[64; 8]));
     let first = schedule.next(now).unwrap();
     assert_eq!(first.members[0].pieces, 0..1, "one piece while the speed is not known");
     schedule.done(&first, Duration::from_millis(5));
@@ -224,7 +226,7 @@ fn units_grow_with_the_measured_speed_but_pieces_do_not_move() {
 /// Tokens of units of a prefill that take `cost(number of the unit)` ms a token.
 fn sizes(cost: impl Fn(usize) -> f64, units: usize) -> Vec<(usize, f64)> {
     let (mut schedule, now) = (Schedule::default(), Instant::now());
-    schedule.accept(shape(WorkKind::Prefill, 0..1, &[4; 20_000]));
+    schedule.accept(walk(WorkKind::Prefill, 0..1, &[4; 20_000]));
     (0..units)
         .map(|number| {
             let unit = schedule.next(now).unwrap();

@@ -47,18 +47,15 @@ pub(super) struct Report {
 /// One operation against its reference.
 #[derive(Debug, Serialize)]
 pub(super) struct Check {
-    /// The operation.
     pub operation: String,
     /// Its cases; 0 if one failed.
     pub cases: usize,
-    /// What was wrong.
     pub failure: Option<String>,
 }
 
 /// One row of the table of times.
 #[derive(Debug, Serialize)]
 pub(super) struct Measured {
-    /// What was measured.
     pub name: String,
     /// Microseconds.
     pub us: f64,

@@ -47,12 +47,7 @@ pub enum MapError {
     MissingBlock(BlockIndex),
     /// A tensor does not lie within its file, or does not fit its shape.
     #[error("the manifest describes tensor {name} of block {block} wrongly")]
-    BadTensor {
-        /// The block.
-        block: u32,
-        /// The tensor.
-        name: String,
-    },
+    BadTensor { block: u32, name: String },
 }
 
 /// Where weights lie.

@@ -11,7 +11,6 @@ pub enum Failure {
     Op {
         /// Operation and case.
         case: String,
-        /// Why.
         #[source]
         source: OpError,
     },
@@ -20,9 +19,7 @@ pub enum Failure {
     Value {
         /// Operation and case.
         case: String,
-        /// Where.
         index: usize,
-        /// What came out.
         actual: f32,
         /// What should have come out.
         expected: f32,
@@ -45,7 +42,6 @@ pub type Timer<'t> =
 
 /// A device and the case that runs on it.
 pub(super) struct Bench<'a, B: Subject> {
-    /// The device.
     pub(super) device: &'a mut B,
     row: Row,
     class: Class,

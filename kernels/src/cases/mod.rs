@@ -74,7 +74,6 @@ use crate::tuning;
 /// An operation and all its cases, for backend `B`.
 #[derive(Clone, Copy, Debug)]
 pub struct Operation<B> {
-    /// Its name.
     pub name: &'static str,
     check: fn(&str, &mut [B], Class) -> Result<usize, Failure>,
     measure: fn(&str, &mut B, &mut Measurement<'_>) -> Result<(), Failure>,
@@ -109,7 +108,6 @@ impl<B> Operation<B> {
 
 /// What to measure, and how.
 pub struct Measurement<'m> {
-    /// Which shapes.
     pub shapes: &'m Shapes,
     /// Bytes that serve as weights, more than the caches hold.
     pub ring: &'m [u8],

@@ -24,7 +24,6 @@ pub struct Adapters<G: Gpu> {
 }
 
 impl<G: Gpu> Adapters<G> {
-    /// Their sizes.
     pub fn sizes(&self) -> AdapterSizes {
         self.sizes
     }

@@ -68,9 +68,6 @@ impl<G: Gpu> MappedArena<G> {
 impl<G: Gpu> Cuda<G> {
     /// Enqueues the way of `len` values from `offset` in the arena, stored in `dtype`, to the start
     /// of `to`.
-    ///
-    /// # Errors
-    /// [`MoveError`].
     pub fn load(
         &mut self,
         arena: &MappedArena<G>,
@@ -100,9 +97,6 @@ impl<G: Gpu> Cuda<G> {
 
     /// Enqueues the way of the first `len` values of `from` to `offset` in the arena, in `dtype`.
     /// They are there after the next [`wait`](Self::wait).
-    ///
-    /// # Errors
-    /// [`MoveError`].
     pub fn store(
         &mut self,
         from: &Floats,

@@ -20,7 +20,6 @@ pub struct Experts<G: Gpu> {
 }
 
 impl<G: Gpu> Experts<G> {
-    /// Their sizes.
     pub fn sizes(&self) -> ExpertSizes {
         self.sizes
     }

@@ -23,23 +23,16 @@ pub enum GpuError {
     NoKernel(&'static str),
     /// The kernel does not support the parameters, the grid or the shared memory of a launch.
     #[error("cannot launch {kernel}: {what}")]
-    BadLaunch {
-        /// The kernel.
-        kernel: &'static str,
-        /// What is wrong.
-        what: &'static str,
-    },
+    BadLaunch { kernel: &'static str, what: &'static str },
     /// A step of the host between recorded launches.
     #[error("{0} cannot be recorded")]
     NotRecorded(&'static str),
     /// The driver reported an error.
     #[error("{call}: {name} ({code})")]
     Driver {
-        /// The driver's function.
         call: &'static str,
         /// Name of the error.
         name: &'static str,
-        /// Its number.
         code: u32,
     },
     /// Memory of another process cannot be used.
@@ -48,9 +41,7 @@ pub enum GpuError {
     /// A kernel failed while each launch was waited for.
     #[error("kernel {kernel}")]
     Kernel {
-        /// Which.
         kernel: &'static str,
-        /// How.
         #[source]
         source: Box<GpuError>,
     },
@@ -161,7 +152,6 @@ impl Params {
         &mut self.words[..self.count]
     }
 
-    /// Their sizes.
     #[cfg_attr(not(feature = "emu"), allow(dead_code, reason = "the driver does not ask"))]
     pub(super) fn sizes(&self) -> &[u32] {
         &self.bytes[..self.count]
@@ -375,7 +365,6 @@ pub struct Properties {
     pub name: String,
     /// Compute capability times ten: 90 for 9.0.
     pub architecture: u32,
-    /// Multiprocessors.
     pub multiprocessors: u32,
     /// Most dynamic shared memory of a CTA.
     pub shared_bytes: u32,

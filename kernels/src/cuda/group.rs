@@ -52,7 +52,6 @@ impl Identity {
 /// What a rank offers to the others of its group.
 #[derive(Debug)]
 pub struct Offer {
-    /// Its device.
     pub device: Identity,
     /// Its exchange memory in device memory; `None` where the driver cannot share any.
     pub memory: Option<OwnedFd>,
@@ -83,7 +82,6 @@ pub(crate) enum Membership<G: Gpu> {
     Alone,
     /// Its exchange memory is made, if there is such memory.
     Offered(Option<SharedMemory<G>>),
-    /// It exchanges.
     Joined(Box<Member<G>>),
 }
 

@@ -15,7 +15,6 @@ pub struct Attention<'a, F: ?Sized, P> {
     pub q: &'a F,
     /// Keys and values.
     pub pages: &'a P,
-    /// The batch.
     pub rows: &'a [StepRow<'a>],
     /// Query heads per kv head.
     pub group: usize,

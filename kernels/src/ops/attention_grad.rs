@@ -27,7 +27,6 @@ pub struct AttentionGrad<'a, F: ?Sized, P> {
     pub grad: &'a F,
     /// Keys and values.
     pub pages: &'a P,
-    /// The batch.
     pub rows: &'a [StepRow<'a>],
     /// Where position 0 of each row lies in the gradients of keys and values.
     pub starts: &'a [usize],

@@ -35,7 +35,6 @@ pub struct Expert<W> {
 /// Sizes of the experts of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertSizes {
-    /// Experts.
     pub experts: usize,
     /// Features that go in and come out.
     pub hidden: usize,
@@ -52,11 +51,9 @@ pub struct Mixture<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
     pub x: &'a F,
     /// `[tokens, experts]`: logits, and the weights in their place.
     pub logits: &'a mut F,
-    /// The matrices.
     pub experts: &'a E,
     /// Adapters beside them; `None` when no token goes through one.
     pub adapters: Option<ExpertAdapters<'a, F, A>>,
-    /// Tokens.
     pub tokens: usize,
     /// Experts per token, 1 to all.
     pub chosen: usize,
@@ -64,7 +61,6 @@ pub struct Mixture<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
     pub workspace: MixtureWorkspace<'a, F>,
     /// Output `[tokens, hidden]`.
     pub out: &'a mut F,
-    /// The block dtype.
     pub round: DType,
 }
 
@@ -328,11 +324,9 @@ pub(crate) fn compose(
 pub(super) struct ExpertRows<'a, 'w> {
     /// Which expert it is.
     pub(super) number: usize,
-    /// Its matrices.
     pub(super) expert: &'a Expert<WeightView<'w>>,
     /// The tokens that go to it.
     pub(super) index: &'a [u32],
-    /// The block dtype.
     pub(super) round: DType,
 }
 

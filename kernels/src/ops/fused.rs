@@ -14,7 +14,6 @@ use crate::kv::{StepRow, total_tokens};
 pub struct Products<'a, 'p, F: ?Sized, W> {
     /// Input `[rows, inputs]`.
     pub x: &'a F,
-    /// Rows.
     pub rows: usize,
     /// What it is multiplied with.
     pub parts: &'p mut [Product<'a, F, W>],
@@ -37,11 +36,9 @@ pub struct Product<'a, F: ?Sized, W> {
 pub struct Gated<'a, F: ?Sized, W> {
     /// Input `[rows, inputs]`.
     pub x: &'a F,
-    /// Rows.
     pub rows: usize,
     /// Gate, whose output becomes the result, and up, whose output is unspecified afterwards.
     pub parts: [Product<'a, F, W>; 2],
-    /// The block dtype.
     pub round: DType,
 }
 
@@ -59,13 +56,11 @@ pub struct AddNorm<'a, F: ?Sized> {
     pub bias: Option<&'a F>,
     /// The norm of the sum `[rows, width]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
     /// Features of a row.
     pub width: usize,
     /// Added to the mean square or the variance.
     pub eps: f32,
-    /// The block dtype.
     pub round: DType,
 }
 
@@ -81,7 +76,6 @@ pub struct RopeAppend<'a, F: ?Sized, P> {
     pub v: &'a F,
     /// From [`RopeTable`](super::RopeTable), of the dtype of the pages.
     pub table: &'a F,
-    /// The batch.
     pub rows: &'a [StepRow<'a>],
     /// Query heads per kv head.
     pub group: usize,
@@ -102,7 +96,6 @@ pub struct AppendAttention<'a, F: ?Sized, P> {
     /// From [`RopeTable`](super::RopeTable), of the dtype of the pages; `None` where positions do
     /// not rotate.
     pub table: Option<&'a F>,
-    /// The batch.
     pub rows: &'a [StepRow<'a>],
     /// Query heads per kv head.
     pub group: usize,
@@ -127,7 +120,6 @@ pub struct NormedProducts<'a, 'p, F: ?Sized, W> {
     /// A place for the sum beside `x` of the norm, shaped alike; one of the two has it afterwards,
     /// as [`SumPlace`] says, and the other is unspecified.
     pub sum: &'a mut F,
-    /// The matrices.
     pub parts: &'p mut [Product<'a, F, W>],
     /// Whether they are gate and up, as in [`Gated`].
     pub is_gated: bool,

@@ -26,7 +26,6 @@ pub struct Gelu<'a, F: ?Sized> {
     pub x: &'a mut F,
     /// Elements.
     pub len: usize,
-    /// Which form.
     pub kind: GeluKind,
     /// Dtype to which the input is rounded: the block dtype.
     pub round: DType,

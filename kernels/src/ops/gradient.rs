@@ -24,7 +24,6 @@ pub struct LinearGrad<'a, F: ?Sized, W> {
     pub weight: W,
     /// Gradient of the input `[rows, inputs]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
 }
 
@@ -37,7 +36,6 @@ pub struct NormGrad<'a, F: ?Sized> {
     pub weight: &'a F,
     /// Gradient of the output, and that of the input in its place `[rows, width]`.
     pub grad: &'a mut F,
-    /// Rows.
     pub rows: usize,
     /// Features of a row.
     pub width: usize,
@@ -69,7 +67,6 @@ pub struct GeluGrad<'a, F: ?Sized> {
     pub grad: &'a mut F,
     /// Elements.
     pub len: usize,
-    /// Which form.
     pub kind: GeluKind,
 }
 

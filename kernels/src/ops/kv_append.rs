@@ -11,9 +11,7 @@ pub struct KvAppend<'a, F: ?Sized, P> {
     pub keys: &'a F,
     /// Values `[tokens, kv_heads, head_dim]`.
     pub values: &'a F,
-    /// The batch.
     pub rows: &'a [StepRow<'a>],
-    /// Where they go.
     pub pages: &'a mut P,
 }
 

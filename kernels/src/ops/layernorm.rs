@@ -16,7 +16,6 @@ pub struct Layernorm<'a, F: ?Sized> {
     pub bias: &'a F,
     /// Output `[rows, width]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
     /// Features of a row.
     pub width: usize,

@@ -15,7 +15,6 @@ pub struct Linear<'a, F: ?Sized, W> {
     pub bias: Option<&'a F>,
     /// Output `[rows, outputs]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
 }
 

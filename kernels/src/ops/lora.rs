@@ -21,7 +21,6 @@ use crate::tensor::WeightView;
 pub struct LoraPart<W> {
     /// First row.
     pub first: usize,
-    /// Rows.
     pub rows: usize,
     /// Into the rank, `[rank, inputs]`.
     pub a: W,
@@ -51,7 +50,6 @@ pub struct Lora<'a, F: ?Sized, W> {
     pub middle: &'a mut F,
     /// Product of the adapted matrix, and the sum `[rows, outputs]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
     /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
     pub round: DType,
@@ -177,7 +175,6 @@ pub struct LoraGrad<'a, F: ?Sized, W> {
     pub middle: &'a mut F,
     /// Gradient through the adapted matrix, and the sum `[rows, inputs]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
 }
 

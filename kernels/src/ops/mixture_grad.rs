@@ -34,11 +34,9 @@ pub struct MixtureGrad<'a, F: ?Sized, E: ?Sized, A: ?Sized> {
     pub grad: &'a F,
     /// `[tokens, experts]`: logits, and their gradient in their place.
     pub logits: &'a mut F,
-    /// The matrices.
     pub experts: &'a E,
     /// Adapters beside them; `None` when no token goes through one.
     pub adapters: Option<ExpertAdapters<'a, F, A>>,
-    /// Tokens.
     pub tokens: usize,
     /// Experts per token, 1 to all.
     pub chosen: usize,

@@ -19,7 +19,6 @@ pub struct SplitQkv<'a, F: ?Sized> {
     pub k: &'a mut F,
     /// Values, shaped as the keys.
     pub v: &'a mut F,
-    /// Tokens.
     pub tokens: usize,
     /// Key/value heads.
     pub kv_heads: usize,
@@ -69,7 +68,6 @@ pub struct JoinQkv<'a, F: ?Sized> {
     pub k: &'a F,
     /// Shaped as `k`.
     pub v: &'a F,
-    /// Tokens.
     pub tokens: usize,
     /// Key/value heads.
     pub kv_heads: usize,

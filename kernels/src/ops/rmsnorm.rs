@@ -14,7 +14,6 @@ pub struct Rmsnorm<'a, F: ?Sized> {
     pub weight: &'a F,
     /// Output `[rows, width]`.
     pub out: &'a mut F,
-    /// Rows.
     pub rows: usize,
     /// Features of a row.
     pub width: usize,

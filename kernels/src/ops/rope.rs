@@ -31,7 +31,6 @@ pub struct Rope<'a, F: ?Sized> {
     pub table: &'a F,
     /// New tokens of all rows.
     pub tokens: usize,
-    /// Heads.
     pub heads: usize,
     /// Elements of a head, even.
     pub head_dim: usize,

@@ -15,9 +15,7 @@ use super::{Elements, OpError, check_len, convert};
 pub struct Route<'a, F: ?Sized> {
     /// `[tokens, experts]`: logits, and the weights in their place.
     pub logits: &'a mut F,
-    /// Tokens.
     pub tokens: usize,
-    /// Experts.
     pub experts: usize,
     /// Experts per token, 1 to `experts`.
     pub chosen: usize,
@@ -109,9 +107,7 @@ pub struct GateDot<'a, F: ?Sized> {
     pub index: &'a [u32],
     /// Width of the middle.
     pub width: usize,
-    /// The expert.
     pub expert: usize,
-    /// Experts.
     pub experts: usize,
     /// `[tokens, experts]`.
     pub out: &'a mut F,
@@ -125,9 +121,7 @@ pub struct RouteGrad<'a, F: ?Sized> {
     pub logits: &'a mut F,
     /// Gradient of the weights, zero for experts that were not chosen `[tokens, experts]`.
     pub grad: &'a F,
-    /// Tokens.
     pub tokens: usize,
-    /// Experts.
     pub experts: usize,
     /// Experts per token.
     pub chosen: usize,

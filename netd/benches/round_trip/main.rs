@@ -24,13 +24,14 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use shared::block::Span;
-use shared::control::{Capacity, FdTag, LinkInit, WorkerUp};
+use shared::control::{FdTag, LinkInit, WorkerUp};
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::job::{Completion, JobDescriptor, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::{Doorbell, MAX_SPIN};
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
+use shared::survey::Capacity;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 

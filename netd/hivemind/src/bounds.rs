@@ -6,7 +6,6 @@ use std::time::Duration;
 /// One bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
-    /// What is bounded.
     pub what: String,
     /// How much of it there may be, with units.
     pub value: String,

@@ -28,7 +28,6 @@ pub struct ServerSpan {
     /// One past the last block; not beyond the view, at most `start` if the server's claim is
     /// empty.
     pub end: usize,
-    /// Its record.
     pub info: ServerInfo,
 }
 

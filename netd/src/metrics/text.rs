@@ -55,7 +55,6 @@ impl Pages {
         Pages { registry, sources }
     }
 
-    /// All metrics.
     pub(super) fn metrics(&self) -> Result<String, fmt::Error> {
         let began = Instant::now();
         let mut text = String::with_capacity(32 << 10);

@@ -6,10 +6,11 @@ use hivemind::view;
 use hivemind::wire::records::{ModelInfo, ServerInfo, ServerState};
 use shared::block::{BlockIndex, Span, is_prefix};
 use shared::config::SpanChoice;
-use shared::control::{Capacity, NetdInit};
+use shared::control::NetdInit;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::network::NetworkRate;
+use shared::survey::Capacity;
 use tracing::{info, warn};
 
 use super::{Offer, Standing};

@@ -12,7 +12,7 @@ use hivemind::wire::metadata::ArgsStructure;
 use hivemind::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{JobBody, MAX_ROWS, Prompts, SlotRef, WorkKind};
+use shared::job::{JobBody, MAX_ROWS, Prompts, SlotRef, StepPages, WorkKind};
 
 use super::reply::{self, INLINE_BYTES};
 use super::{Failure, Service};
@@ -211,9 +211,7 @@ impl Service {
             batch,
             tokens,
             hidden,
-            prefix_lengths: Vec::new(),
-            page_tables: Vec::new(),
-            copies: Vec::new(),
+            pages: StepPages::default(),
             input: NO_SLOT,
             output: NO_SLOT,
             prompts: prompts.map(|(batch, tokens)| Prompts { slot: NO_SLOT, batch, tokens }),

@@ -81,7 +81,6 @@ pub fn protocols() -> Vec<ProtocolSpec> {
 pub struct Timeouts {
     /// One forward or backward request.
     pub request: Duration,
-    /// One inference session.
     pub session: Duration,
     /// Silence between two steps.
     pub step: Duration,
@@ -106,13 +105,11 @@ impl From<&NetdConfig> for Timeouts {
 pub struct Service {
     /// Prefix of the module uids.
     pub prefix: String,
-    /// The model.
     pub facts: ModelFacts,
     /// Bounds on requests.
     pub limits: Limits,
     /// Who computes the blocks.
     pub workers: Arc<Workers>,
-    /// KV memory.
     pub kv: KvMemory,
     /// How long things may take.
     pub timeouts: Timeouts,
@@ -131,7 +128,6 @@ pub struct Service {
     pub dht_client_mode: bool,
     /// True once the server is ending: running steps finish, sessions end after them.
     pub draining: watch::Receiver<bool>,
-    /// The blocks.
     span: Mutex<Span>,
     max_request_bytes: u64,
     registry: Registry,
@@ -146,15 +142,11 @@ pub struct Service {
 pub struct ServiceParts {
     /// Prefix of the module uids.
     pub prefix: String,
-    /// The model.
     pub facts: ModelFacts,
     /// Bounds on requests.
     pub limits: Limits,
-    /// The blocks.
     pub span: Span,
-    /// Who computes them.
     pub workers: Arc<Workers>,
-    /// KV memory.
     pub kv: KvMemory,
     /// How long things may take.
     pub timeouts: Timeouts,

@@ -189,7 +189,6 @@ fn is_idempotent(output: &Tensor) -> bool {
 struct Way {
     p2p: P2p,
     peer: PeerId,
-    /// Who named it.
     namer: Namer,
     aims: Arc<Aims>,
     troubles: Arc<Troubles>,

@@ -33,7 +33,7 @@ impl Default for Order {
 impl Order {
     /// Waits until `job` may go to the workers; `None` if it needs no permit.
     pub(super) async fn admit(&self, job: &Job) -> Option<Permit> {
-        let tokens = job.total_tokens();
+        let tokens = job.body.total_tokens();
         let cost = tokens.saturating_mul(job.body.blocks.len() as u64);
         let (permits, cost) = match job.body.kind {
             _ if job.slot_class() == SlotClass::Short => return None,

@@ -18,13 +18,10 @@ pub(crate) const MAX_FIELDS: usize = 64;
 /// A request whose blocks are served and whose metadata is read.
 #[derive(Debug)]
 pub(super) struct Request<'a> {
-    /// Who asks.
     pub peer: PeerId,
     /// The blocks in the order in which they run.
     pub blocks: Vec<BlockIndex>,
-    /// Its tensors.
     pub tensors: &'a [Tensor],
-    /// Its metadata.
     pub metadata: RequestMetadata,
     /// Its adapter, by index.
     pub adapter: Option<u32>,
@@ -33,9 +30,7 @@ pub(super) struct Request<'a> {
 /// A message to a session.
 #[derive(Debug)]
 pub struct StepMessage {
-    /// The message.
     pub request: ExpertRequest,
-    /// Its metadata.
     pub metadata: RequestMetadata,
     /// When its last byte was read.
     pub arrived: Instant,

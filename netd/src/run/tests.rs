@@ -16,6 +16,7 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::board::{Board, Occupant};
 use shared::shm::pair::RingIdentity;
 use shared::shm::sessions::SESSIONS_BYTES;
+use shared::survey::Capacity;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -36,8 +37,12 @@ struct Supervisor {
     from: mpsc::Receiver<FromNetd>,
     netd: JoinHandle<Stop>,
     worker: Option<Linked>,
-    /// A second worker.
     other: Option<Linked>,
+}
+
+/// What netd is told of the model.
+fn model(kept: Option<Capacity>) -> ToNetd {
+    ToNetd::Model { facts: facts(), fits: None, kept }
 }
 
 const ARENA_BYTES: u64 = 4 << 20;
@@ -241,7 +246,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     let early = node.p2p.call_unary(peer, names::INFO, early.into(), DEADLINE).await;
     assert!(early.unwrap_err().to_string().contains("does not serve any block now"));
 
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     let span = Span::new(0, BLOCKS).unwrap();
     assert!(
         matches!(supervisor.hear().await, FromNetd::ProposedSpan(proposed) if proposed == span)
@@ -284,7 +289,7 @@ async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_fails_its
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     let FromNetd::ProposedSpan(span) = supervisor.hear().await else { panic!("no span") };
     supervisor.start_worker(1, 1, span).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
@@ -321,7 +326,7 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     supervisor.hear().await;
     supervisor.start_worker(1, 1, Span::new(0, 1).unwrap()).await;
     let identity = RingIdentity {
@@ -376,7 +381,7 @@ async fn the_next_generation_keeps_peer_id_port_and_span() {
         init.served = Some(served);
     });
     assert_eq!(second.listening().await, (peer_id, addrs));
-    second.tell(ToNetd::Model(facts()), Vec::new()).await;
+    second.tell(model(None), Vec::new()).await;
     assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == served));
 }
 
@@ -388,12 +393,12 @@ async fn a_second_server_takes_the_blocks_that_nobody_serves() {
         init.config.throughput = Throughput::Fixed(10.0);
     });
     let (peer_id, _) = first.listening().await;
-    first.tell(ToNetd::Model(facts()), Vec::new()).await;
+    first.tell(model(None), Vec::new()).await;
     until_state(&node, &peer_id, ServerState::Joining).await;
     let mut second =
         Supervisor::new(node.addrs.clone(), |init| init.config.span = SpanChoice::Count(2));
     second.listening().await;
-    second.tell(ToNetd::Model(facts()), Vec::new()).await;
+    second.tell(model(None), Vec::new()).await;
     let expected = Span::new(2, 4).unwrap();
     assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == expected));
 }
@@ -404,14 +409,14 @@ async fn bad_settings_end_with_one_sentence_that_names_the_value() {
         init.config.span = SpanChoice::Fixed(Span::new(2, 9).unwrap());
     });
     supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
     assert!(fatal.message.contains("2:9") && fatal.message.contains("0:4"), "{}", fatal.message);
 
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.dht_prefix = None);
     supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     let fatal = supervisor.fatal().await;
     assert!(
         fatal.message.contains("--dht_prefix NAME") && fatal.message.contains("tiny"),

@@ -103,16 +103,12 @@ impl Drop for Lease {
 pub enum NoMemory {
     /// It does not wait, and there is none now.
     #[error("Could not allocate {bytes} bytes immediately: out of memory")]
-    Immediately {
-        /// Asked for.
-        bytes: u64,
-    },
+    Immediately { bytes: u64 },
     /// It waited in vain.
     #[error(
         "Server's attention cache is full, failed to allocate {bytes} bytes in {seconds} seconds"
     )]
     TimedOut {
-        /// Asked for.
         bytes: u64,
         /// How long it waited.
         seconds: f64,
@@ -120,7 +116,6 @@ pub enum NoMemory {
     /// It is more than the whole cache.
     #[error("Could not allocate {bytes} bytes, max cache size = {most} bytes")]
     TooLarge {
-        /// Asked for.
         bytes: u64,
         /// The most that a session of its shape can be given.
         most: u64,
@@ -130,7 +125,6 @@ pub enum NoMemory {
         "Could not allocate {bytes} bytes: this peer holds {held} bytes of the server's attention cache, and may hold {most} now"
     )]
     OverShare {
-        /// Asked for.
         bytes: u64,
         /// What the peer holds.
         held: u64,

@@ -26,7 +26,6 @@ pub const MAX_SILENCE: Duration = Duration::from_secs(5);
 pub struct Holding {
     /// Where its peer is connected from.
     pub net: Net,
-    /// Its peer.
     pub peer: PeerId,
     /// Token-blocks.
     pub held: u64,
@@ -39,7 +38,6 @@ pub struct Holding {
 pub struct Claim {
     /// Where its peer is connected from.
     pub net: Net,
-    /// Its peer.
     pub peer: PeerId,
     /// Token-blocks that it wants.
     pub asked: u64,

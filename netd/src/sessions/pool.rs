@@ -71,7 +71,6 @@ pub enum Refusal {
     /// More than the whole pool holds: waiting cannot help.
     #[error("{asked} token-blocks are more than the {most} of the whole cache")]
     Never {
-        /// Asked for.
         asked: u64,
         /// The most that could be granted.
         most: u64,
@@ -79,7 +78,6 @@ pub enum Refusal {
     /// Others hold too much of the budget or of the pages now.
     #[error("{asked} token-blocks were asked for, {free} are free")]
     NotNow {
-        /// Asked for.
         asked: u64,
         /// Free in the budget.
         free: u64,
@@ -89,7 +87,6 @@ pub enum Refusal {
         "{asked} token-blocks were asked for by a peer that holds {held} and may hold {most} now"
     )]
     OverShare {
-        /// Asked for.
         asked: u64,
         /// What the peer holds.
         held: u64,

@@ -84,7 +84,6 @@ impl WaitQueue {
         }
     }
 
-    /// The pool.
     pub fn pool(&self) -> &Pool {
         &self.pool
     }

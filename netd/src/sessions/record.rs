@@ -22,7 +22,6 @@ const MAX_PAGES: usize = 32 << 10;
 /// A session between two steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The client.
     pub peer: PeerId,
     /// The id that the client gave it.
     pub id: String,

@@ -21,7 +21,6 @@ pub struct Session {
     pub adapter: Option<u32>,
     /// Sequences; every step has as many.
     pub batch: u32,
-    /// Its page tables.
     pub tables: SessionTables,
     /// How often the workers of its blocks had lost their KV pages when it began.
     pub kv_losses: u64,

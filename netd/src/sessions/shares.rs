@@ -183,9 +183,6 @@ impl Shares {
 
 impl Moment<'_> {
     /// Whether `peer` may take `asked` more.
-    ///
-    /// # Errors
-    /// [`Over`].
     pub fn may_take(&self, peer: PeerId, asked: u64) -> Result<(), Over> {
         let (held, cap) = (self.held(peer), self.shares.cap);
         let after = held.saturating_add(asked);

@@ -14,7 +14,7 @@
 //! + 1` per row, which is what [`super::pool::KvRequest::pages`] takes.
 
 use shared::ids::PageId;
-use shared::job::PageCopy;
+use shared::job::{PageCopy, StepPages};
 use shared::model::PAGE_TOKENS;
 
 use super::pool::KvRequest;
@@ -27,7 +27,6 @@ pub enum TableError {
         "start_from_position {start} is beyond the {prefix} tokens in the cache of this session"
     )]
     BeyondPrefix {
-        /// Asked for.
         start: u64,
         /// In the cache.
         prefix: u32,
@@ -50,30 +49,11 @@ pub enum TableError {
     HypoCount {
         /// Elements.
         got: usize,
-        /// Rows.
         rows: usize,
     },
     /// A hypo id that names no row.
     #[error("hypo_ids element {index} is {value}, which is not a row of a batch of {rows}")]
-    HypoRange {
-        /// Which element.
-        index: usize,
-        /// Its value.
-        value: i64,
-        /// Rows.
-        rows: usize,
-    },
-}
-
-/// What a job needs to know of a step's pages.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StepPlan {
-    /// Tokens in the cache before the step, the same for every row.
-    pub prefix: u32,
-    /// Pages of each row, in order of position, up to the last token of the step.
-    pub tables: Vec<Vec<PageId>>,
-    /// Copies to make before anything is written.
-    pub copies: Vec<PageCopy>,
+    HypoRange { index: usize, value: i64, rows: usize },
 }
 
 /// The tables of one session. Pages are handled as indexes into those granted.
@@ -207,7 +187,7 @@ impl SessionTables {
         start: Option<u64>,
         tokens: u32,
         hypo_ids: Option<&[i64]>,
-    ) -> Result<StepPlan, TableError> {
+    ) -> Result<StepPages, TableError> {
         let prefix = self.check(start, tokens)?;
         let order = self.row_order(hypo_ids)?;
         self.abort();
@@ -224,8 +204,9 @@ impl SessionTables {
         }
         let tables =
             rows.iter().map(|row| row.iter().map(|&page| self.page(page)).collect()).collect();
+        let prefixes = vec![prefix; rows.len()];
         self.pending = Some(Pending { refs, rows, prefix: prefix + tokens });
-        Ok(StepPlan { prefix, tables, copies })
+        Ok(StepPages { prefixes, tables, copies })
     }
 
     /// The step was answered: its tables are the session's.

@@ -55,7 +55,6 @@ impl Settings {
 /// Blocks that the swarm needs more than those of this server.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Wish {
-    /// Where to move.
     pub to: Span,
     /// Share of the usual time that sessions have to end, if the present blocks must be left first.
     pub patience: f64,

@@ -8,7 +8,6 @@ use shared::block::BlockIndex;
 use shared::shm::board::{BoardWriter, SessionShape};
 use shared::shm::layout::SESSION_ROWS;
 
-/// All rows.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
     board: Option<Arc<BoardWriter>>,

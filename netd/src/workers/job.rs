@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use hivemind::p2p::PeerId;
 use hivemind::wire::messages::Compression;
-use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
+use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 
 use super::arena::{SHORT_STEP_TOKENS, SlotClass, SlotLease};
 use crate::sessions::admission::Lease;
@@ -14,9 +14,7 @@ use crate::sessions::admission::Lease;
 /// travel.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {
-    /// The authenticated peer.
     pub peer: PeerId,
-    /// Its points.
     pub points: f64,
     /// Of the output.
     pub compression: Compression,
@@ -26,7 +24,6 @@ pub struct Caller {
 /// [`Job::sizes`].
 #[derive(Debug)]
 pub struct Job {
-    /// Who asks.
     pub caller: Caller,
     /// What is asked for, over all blocks of the request. Its slots are [`NO_SLOT`] until some are
     /// reserved; those of a part are in its own body, [`Job::part`].
@@ -51,16 +48,13 @@ impl Job {
     /// Where its slots lie.
     pub fn slot_class(&self) -> SlotClass {
         match self.body.kind {
-            WorkKind::Decode | WorkKind::Prefill if self.total_tokens() <= SHORT_STEP_TOKENS => {
+            WorkKind::Decode | WorkKind::Prefill
+                if self.body.total_tokens() <= SHORT_STEP_TOKENS =>
+            {
                 SlotClass::Short
             }
             _ => SlotClass::Bulk,
         }
-    }
-
-    /// Rows × tokens.
-    pub fn total_tokens(&self) -> u64 {
-        u64::from(self.body.batch) * u64::from(self.body.tokens)
     }
 
     /// Bytes of the deep prompts of one block, `batch` times `tokens` of them.
@@ -92,10 +86,9 @@ impl Job {
     /// Slots to reserve: input, output (the two change places from hop to hop), body, and deep
     /// prompts if there are any.
     pub fn sizes(&self) -> Vec<u64> {
-        let JobBody { blocks, page_tables, copies, .. } = &self.body;
-        let pages: usize = page_tables.iter().map(Vec::len).sum();
-        let words =
-            BODY_HEADER_WORDS + blocks.len() + 2 * page_tables.len() + pages + 3 * copies.len();
+        let JobBody { blocks, pages: StepPages { tables, copies, .. }, .. } = &self.body;
+        let pages: usize = tables.iter().map(Vec::len).sum();
+        let words = BODY_HEADER_WORDS + blocks.len() + 2 * tables.len() + pages + 3 * copies.len();
         let hidden_bytes = self.body.hidden_bytes();
         let mut sizes = vec![hidden_bytes, hidden_bytes, 4 * words as u64];
         if self.body.prompts.is_some() {
@@ -108,7 +101,6 @@ impl Job {
 /// What a job in flight names, and what therefore must not be given to anyone else.
 #[derive(Debug)]
 pub struct Holds {
-    /// Its slots.
     pub slots: SlotLease,
     /// Its pages, if it is a step.
     pub pages: Option<Arc<Lease>>,

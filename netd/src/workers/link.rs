@@ -69,11 +69,8 @@ pub enum JobFailure {
 /// else: until then it may still write what they name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// Whose.
     pub worker: WorkerId,
-    /// Of which generation.
     pub generation: Generation,
-    /// What was found.
     pub message: String,
 }
 
@@ -135,9 +132,7 @@ pub enum LinkError {
     /// The doorbell cannot be watched.
     #[error("cannot watch the doorbell of worker {worker}")]
     Bell {
-        /// The worker.
         worker: WorkerId,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -181,7 +176,6 @@ impl Link {
         }
     }
 
-    /// The worker.
     pub fn worker(&self) -> WorkerId {
         self.worker
     }
@@ -214,9 +208,6 @@ impl Link {
     /// Has the worker compute the job at `body`, over its deaths if need be. Waits while 256 jobs
     /// are in flight. A future that is dropped gives the job up if it was not submitted yet; else
     /// the worker finishes it and the answer is forgotten.
-    ///
-    /// # Errors
-    /// [`JobFailure`].
     pub async fn run(
         &self,
         kind: WorkKind,

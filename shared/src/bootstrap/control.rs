@@ -98,9 +98,6 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
     }
 
     /// Sends a message, or keeps it until the supervisor listens again.
-    ///
-    /// # Errors
-    /// [`Closed`].
     pub fn send(&self, message: Up) -> Result<(), Closed> {
         let mut out = self.lock();
         match &mut out.held {

@@ -29,7 +29,6 @@ use crate::ids::{Generation, WorkerId};
 pub struct Identity {
     /// Role of the process, for example `netd`.
     pub role: &'static str,
-    /// Which worker.
     pub worker: Option<WorkerId>,
     /// How often the child was started; `None` for processes that are nobody's child.
     pub generation: Option<Generation>,
@@ -41,7 +40,6 @@ pub enum LogError {
     /// The filter does not parse.
     #[error("invalid log filter {filter:?}: expected a level or a list such as info,netd=debug")]
     BadFilter {
-        /// What was given.
         filter: String,
         /// What the parser says.
         #[source]

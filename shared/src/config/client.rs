@@ -52,7 +52,6 @@ pub struct GatewayConfig {
     pub models: Vec<GatewayModel>,
     /// Peers of the swarm, for models that name none of their own.
     pub initial_peers: Vec<String>,
-    /// Where to listen.
     pub listen: SocketAddr,
     /// What this machine computes itself of each model.
     pub local: LocalConfig,
@@ -181,7 +180,6 @@ pub struct ProbeConfig {
     pub peers: Vec<String>,
     /// Prefix of the model's module uids.
     pub dht_prefix: String,
-    /// Its blocks.
     pub blocks: std::ops::Range<u32>,
     /// Width of the hidden states.
     pub hidden_size: u32,

@@ -62,7 +62,7 @@ impl std::str::FromStr for Compression {
 }
 
 /// Settings of the network daemon. Names and defaults follow `petals.cli.run_server`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetdConfig {
     /// Prefix of the module uids; `None` takes the family's default for the model.
     pub dht_prefix: Option<String>,

@@ -9,7 +9,6 @@ use crate::block::Span;
 /// Settings of `sepal cache`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheConfig {
-    /// The cache folder.
     pub cache_dir: PathBuf,
     /// What to do with it.
     pub action: CacheAction,

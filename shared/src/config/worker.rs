@@ -54,7 +54,6 @@ impl std::str::FromStr for KvMirror {
 /// first `times` generations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultPlan {
-    /// What happens.
     pub action: FaultAction,
     /// Where in the job.
     pub point: FaultPoint,

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use super::{
-    JobBody, JobError, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy, WorkKind,
+    JobBody, JobError, JobLimits, MAX_BODY_BYTES, MAX_ROWS, MAX_TOKENS, PageCopy, StepPages,
+    WorkKind,
 };
 use crate::block::{BlockIndex, MAX_BLOCKS};
 use crate::dtype::DType;
@@ -42,7 +43,6 @@ impl SlotRef {
 /// Deep prompts of a job: `[blocks, batch, tokens, hidden]` in the block dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prompts {
-    /// Where they lie.
     pub slot: SlotRef,
     /// Sequences: the job's batch, or 1 to use the same prompts for every row.
     pub batch: u32,
@@ -57,7 +57,7 @@ pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
     for n in [job.batch, job.tokens, job.hidden] {
         out.word(n);
     }
-    for n in [job.blocks.len(), job.page_tables.len(), job.copies.len()] {
+    for n in [job.blocks.len(), job.pages.tables.len(), job.pages.copies.len()] {
         out.word(u32::try_from(n).unwrap_or(NONE));
     }
     out.slot(Some(job.input));
@@ -68,12 +68,12 @@ pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
     out.slot(job.output_gradient);
     out.slot(job.prompt_gradient);
     job.blocks.iter().for_each(|b| out.word(b.0));
-    job.prefix_lengths.iter().for_each(|n| out.word(*n));
-    for table in &job.page_tables {
+    job.pages.prefixes.iter().for_each(|n| out.word(*n));
+    for table in &job.pages.tables {
         out.word(u32::try_from(table.len()).unwrap_or(NONE));
         table.iter().for_each(|page| out.word(page.0));
     }
-    for copy in &job.copies {
+    for copy in &job.pages.copies {
         out.word(copy.source.0);
         out.word(copy.destination.0);
         out.word(copy.tokens);
@@ -157,7 +157,7 @@ pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobErr
     match job.kind {
         WorkKind::Decode | WorkKind::Prefill => check_pages(&job, limits)?,
         WorkKind::Forward | WorkKind::Backward => {
-            let extra = job.prefix_lengths.len() + job.page_tables.len() + job.copies.len();
+            let extra = job.pages.prefixes.len() + job.pages.tables.len() + job.pages.copies.len();
             bounded(extra as u64, 0, 0)?;
         }
     }
@@ -180,12 +180,12 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let (output_gradient, prompt_gradient) = (r.slot()?, r.slot()?);
     let blocks = r.counted(blocks, 1).and_then(|n| r.words(n, BlockIndex))?;
     let rows = r.counted(rows, 2)?;
-    let prefix_lengths = r.words(rows, |n| n)?;
-    let mut page_tables = Vec::with_capacity(rows);
+    let prefixes = r.words(rows, |n| n)?;
+    let mut tables = Vec::with_capacity(rows);
     for _ in 0..rows {
         let pages = r.word()?;
         let pages = r.counted(pages, 1)?;
-        page_tables.push(r.words(pages, PageId)?);
+        tables.push(r.words(pages, PageId)?);
     }
     let mut page_copies = Vec::with_capacity(r.counted(copies, 3)?);
     for _ in 0..copies {
@@ -203,9 +203,7 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
         batch,
         tokens,
         hidden,
-        prefix_lengths,
-        page_tables,
-        copies: page_copies,
+        pages: StepPages { prefixes, tables, copies: page_copies },
         input,
         output,
         prompts,
@@ -312,7 +310,7 @@ fn check_aliases(job: &JobBody) -> Result<(), JobError> {
 }
 
 fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
-    bounded(job.page_tables.len() as u64, u64::from(job.batch), u64::from(job.batch))?;
+    bounded(job.pages.tables.len() as u64, u64::from(job.batch), u64::from(job.batch))?;
     // MAX_ROWS fits 16 bits.
     let mut writers: Vec<Option<u16>> = vec![None; limits.kv_pages as usize];
     let in_pool = |page: PageId| match page.0 < limits.kv_pages {
@@ -321,7 +319,7 @@ fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
             Err(JobError::BadPage { page: u64::from(page.0), pages: u64::from(limits.kv_pages) })
         }
     };
-    for (row, (table, &prefix)) in (0u16..).zip(job.page_tables.iter().zip(&job.prefix_lengths)) {
+    for (row, (table, &prefix)) in (0u16..).zip(job.pages.tables.iter().zip(&job.pages.prefixes)) {
         bounded(u64::from(prefix), 0, u64::from(MAX_TOKENS))?;
         let writes = JobBody::written_pages(prefix, job.tokens);
         if table.len() < writes.end {
@@ -341,7 +339,7 @@ fn check_pages(job: &JobBody, limits: &JobLimits) -> Result<(), JobError> {
 /// Refuses a page that one row writes and another row reads: the device may do either first.
 /// `writers` names the row that writes each page of the pool.
 fn check_reads(job: &JobBody, writers: &[Option<u16>]) -> Result<(), JobError> {
-    for (row, (table, &prefix)) in (0u16..).zip(job.page_tables.iter().zip(&job.prefix_lengths)) {
+    for (row, (table, &prefix)) in (0u16..).zip(job.pages.tables.iter().zip(&job.pages.prefixes)) {
         for page in table.iter().take((prefix as usize).div_ceil(PAGE_TOKENS)) {
             let writer = writers.get(page.0 as usize).copied().flatten();
             if writer.is_some_and(|writer| writer != row) {
@@ -357,9 +355,9 @@ fn check_copies(
     job: &JobBody,
     in_pool: impl Fn(PageId) -> Result<usize, JobError>,
 ) -> Result<(), JobError> {
-    bounded(job.copies.len() as u64, 0, u64::from(MAX_ROWS))?;
-    let mut destinations = HashSet::with_capacity(job.copies.len());
-    for copy in &job.copies {
+    bounded(job.pages.copies.len() as u64, 0, u64::from(MAX_ROWS))?;
+    let mut destinations = HashSet::with_capacity(job.pages.copies.len());
+    for copy in &job.pages.copies {
         in_pool(copy.source)?;
         in_pool(copy.destination)?;
         bounded(u64::from(copy.tokens), 1, PAGE_TOKENS as u64)?;
@@ -367,7 +365,7 @@ fn check_copies(
             return Err(JobError::SharedPage { page: u64::from(copy.destination.0) });
         }
     }
-    match job.copies.iter().find(|c| destinations.contains(&c.source)) {
+    match job.pages.copies.iter().find(|c| destinations.contains(&c.source)) {
         Some(copy) => Err(JobError::SharedPage { page: u64::from(copy.source.0) }),
         None => Ok(()),
     }

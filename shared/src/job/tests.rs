@@ -27,9 +27,11 @@ fn step() -> JobBody {
         batch: 2,
         tokens: 2,
         hidden: 8,
-        prefix_lengths: vec![17, 17],
-        page_tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
-        copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
+        pages: StepPages {
+            prefixes: vec![17, 17],
+            tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
+            copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
+        },
         input: slot(0, 128),
         output: slot(128, 128),
         prompts: None,
@@ -41,9 +43,7 @@ fn step() -> JobBody {
 fn backward() -> JobBody {
     JobBody {
         kind: WorkKind::Backward,
-        prefix_lengths: vec![],
-        page_tables: vec![],
-        copies: vec![],
+        pages: StepPages::default(),
         prompts: Some(Prompts { slot: slot(1024, 2 * 32), batch: 1, tokens: 1 }),
         output_gradient: Some(slot(256, 128)),
         prompt_gradient: Some(slot(2048, 2 * 2 * 32)),
@@ -89,13 +89,13 @@ fn numbers_outside_the_limits_are_named() {
         JobError::OutOfBounds { value: 0, limit: u64::from(MAX_ROWS) }
     );
     assert_eq!(
-        refused(|j| j.page_tables[1][1] = PageId(10)),
+        refused(|j| j.pages.tables[1][1] = PageId(10)),
         JobError::BadPage { page: 10, pages: 10 }
     );
-    assert_eq!(refused(|j| j.page_tables[1][1] = PageId(3)), JobError::SharedPage { page: 3 });
-    assert_eq!(refused(|j| j.prefix_lengths[0] = 31), JobError::ShortTable { have: 2, need: 3 });
+    assert_eq!(refused(|j| j.pages.tables[1][1] = PageId(3)), JobError::SharedPage { page: 3 });
+    assert_eq!(refused(|j| j.pages.prefixes[0] = 31), JobError::ShortTable { have: 2, need: 3 });
     assert_eq!(
-        refused(|j| j.copies[0].tokens = 17),
+        refused(|j| j.pages.copies[0].tokens = 17),
         JobError::OutOfBounds { value: 17, limit: 16 }
     );
     assert_eq!(refused(|j| j.output = slot(64, 128)), JobError::Aliased { offset: 64, other: 0 });
@@ -116,16 +116,16 @@ fn numbers_outside_the_limits_are_named() {
 #[test]
 fn a_page_that_one_row_writes_and_another_reads_is_refused() {
     // The second row reads, as the first page of its prefix, the page that the first row writes.
-    let error = refused(|j| j.page_tables[1][0] = PageId(3));
+    let error = refused(|j| j.pages.tables[1][0] = PageId(3));
     assert_eq!(error, JobError::SharedPage { page: 3 });
     // Also when the reader comes first.
-    let error = refused(|j| j.page_tables[0][0] = PageId(4));
+    let error = refused(|j| j.pages.tables[0][0] = PageId(4));
     assert_eq!(error, JobError::SharedPage { page: 4 });
     // A row reads what it writes: the page in which its prefix ends.
     assert!(JobBody::decode(&step().encode(), &limits()).is_ok());
     // A page behind the prefix of the other row is never read.
     let mut job = step();
-    job.page_tables[1].push(PageId(3));
+    job.pages.tables[1].push(PageId(3));
     assert_eq!(JobBody::decode(&job.encode(), &limits()), Ok(job));
 }
 
@@ -164,7 +164,7 @@ fn descriptors_round_trip_and_name_their_worker() {
 #[test]
 fn a_copy_chain_is_refused() {
     let error = refused(|j| {
-        j.copies.push(PageCopy { source: PageId(4), destination: PageId(5), tokens: 1 })
+        j.pages.copies.push(PageCopy { source: PageId(4), destination: PageId(5), tokens: 1 })
     });
     assert_eq!(error, JobError::SharedPage { page: 4 });
 }

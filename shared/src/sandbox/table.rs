@@ -11,7 +11,6 @@ use super::Subject;
 pub struct Refusal {
     /// What they do, for people.
     pub what: &'static str,
-    /// Their numbers.
     pub calls: &'static [libc::c_long],
     /// Whom they are refused.
     pub whom: &'static [Subject],

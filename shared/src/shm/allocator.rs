@@ -133,7 +133,6 @@ pub enum AllocError {
     /// Not now: wait until slots are freed.
     #[error("no {len} bytes free in the {region:?} region of the arena ({free_bytes} free in all)")]
     Exhausted {
-        /// Where.
         region: Region,
         /// Bytes asked for.
         len: u64,
@@ -146,7 +145,6 @@ pub enum AllocError {
          most {max_bytes} in one piece"
     )]
     TooLarge {
-        /// Where.
         region: Region,
         /// Bytes asked for.
         len: u64,
@@ -162,9 +160,7 @@ pub enum AllocError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("slot of {len} bytes at {offset} is not in use in this arena")]
 pub struct NotInUse {
-    /// Its offset.
     pub offset: u64,
-    /// Its length.
     pub len: u64,
 }
 

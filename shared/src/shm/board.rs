@@ -78,7 +78,6 @@ pub enum BoardError {
     /// The seat belongs to another generation: this process is stale.
     #[error("seat {slot} of the board belongs to generation {found}, not to {expected}")]
     Stale {
-        /// The slot.
         slot: u32,
         /// Generation of the process that asked.
         expected: Generation,
@@ -93,7 +92,6 @@ pub enum BoardError {
 /// Who takes a seat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Occupant {
-    /// Its role.
     pub role: Role,
     /// How often this child was started.
     pub generation: Generation,
@@ -183,7 +181,6 @@ impl Board {
         Ok(())
     }
 
-    /// Counts a restart.
     pub fn count_restart(&self, role: Role, reason: RestartReason) {
         let counts = self.view.layout().supervisor.restarts.get(role_index(role));
         if let Some(count) = counts.and_then(|row| row.get(reason as usize)) {

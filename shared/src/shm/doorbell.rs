@@ -152,7 +152,6 @@ impl AsRawFd for Doorbell {
 /// Why [`Consumer::wait`] came back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// An entry waits.
     Ready,
     /// The bell was rung and the ring is empty: somebody else wants attention, or a late ring for
     /// an entry already popped.

@@ -71,11 +71,8 @@ pub enum GroupError {
         "segment of the group is corrupt: {what} of rank {rank} is {theirs} while ours is {ours}"
     )]
     Corrupt {
-        /// Which number.
         what: &'static str,
-        /// Who published it.
         rank: Rank,
-        /// What was published.
         theirs: u64,
         /// The number of this rank that bounds it.
         ours: u64,
@@ -89,7 +86,6 @@ pub enum GroupError {
         rank: Rank,
         /// The epoch of the exchange.
         epoch: u64,
-        /// Its operation.
         theirs: u64,
         /// The operation of this rank.
         ours: u64,

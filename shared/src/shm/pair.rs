@@ -24,7 +24,6 @@ pub const RING_PAIR_BYTES: usize = size_of::<RingPairLayout>();
 pub struct RingIdentity {
     /// The worker at one end.
     pub worker: WorkerId,
-    /// Its generation.
     pub worker_generation: Generation,
     /// The generation of netd at the other end.
     pub netd_generation: Generation,

@@ -59,9 +59,7 @@ pub enum SegmentError {
     WrongSize {
         /// Name of the segment.
         name: String,
-        /// What was agreed.
         expected_bytes: u64,
-        /// What it has.
         actual_bytes: u64,
     },
     /// The descriptor is not a memfd whose size is sealed.
@@ -78,16 +76,12 @@ pub enum SegmentError {
         /// The size asked for.
         bytes: u64,
     },
-    /// The system refused.
     #[error("cannot {action} segment {name} of {bytes} bytes")]
     System {
-        /// What was attempted.
         action: &'static str,
         /// Name of the segment.
         name: String,
-        /// Its size.
         bytes: u64,
-        /// Why.
         #[source]
         source: io::Error,
     },

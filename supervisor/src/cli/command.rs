@@ -18,7 +18,6 @@ use crate::status::{OrderOptions, StatusOptions};
 pub enum Command {
     /// Serve blocks of a model.
     Serve {
-        /// Settings.
         config: Box<ServeConfig>,
         /// Flags without effect, a sentence each, to be logged once logging has started.
         notes: Vec<String>,
@@ -33,9 +32,7 @@ pub enum Command {
     Convert(ConvertConfig, LogConfig),
     /// Run a bootstrap node.
     Dht {
-        /// Settings.
         config: DhtNodeConfig,
-        /// How to log.
         log: LogConfig,
         /// Flags without effect, a sentence each.
         notes: Vec<String>,
@@ -60,7 +57,6 @@ pub enum Command {
     Doctor(Box<DoctorOptions>),
     /// Check and measure a device.
     SelfTest {
-        /// Which.
         device: Device,
         /// Only the smallest cases.
         is_quick: bool,
@@ -80,7 +76,6 @@ pub enum Command {
     Sample {
         /// Number of the CUDA device.
         ordinal: u32,
-        /// Of which kernels.
         kernels: WarpgroupKernels,
         /// That process.
         parent: u32,
@@ -90,10 +85,5 @@ pub enum Command {
     /// Take over from another executable of a supervisor.
     Handover(HandoverOptions),
     /// Be a child of a supervisor.
-    Role {
-        /// Which.
-        role: Role,
-        /// The inherited descriptor.
-        bootstrap: i32,
-    },
+    Role { role: Role, bootstrap: i32 },
 }

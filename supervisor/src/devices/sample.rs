@@ -34,7 +34,6 @@ const MAX_HANGS: u32 = 2;
 
 /// A device whose warpgroups are asked about.
 pub struct Candidate<'a> {
-    /// Its number.
     pub ordinal: u32,
     /// What the driver says of it.
     pub found: &'a CudaDevice,

@@ -35,9 +35,7 @@ pub struct Subprocess {
 pub struct Output {
     /// `None`: it was killed after its time.
     pub status: Option<ExitStatus>,
-    /// Its standard output.
     pub text: String,
-    /// Its standard error.
     pub errors: String,
 }
 

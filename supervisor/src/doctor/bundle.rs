@@ -30,9 +30,7 @@ pub enum BundleError {
     /// It cannot be written there.
     #[error("cannot write --bundle {path}; choose a file in a folder that this user can write to")]
     Write {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },

@@ -39,7 +39,6 @@ impl Status {
 pub struct Verdict {
     /// How good they are.
     pub status: Status,
-    /// What was found.
     pub found: String,
     /// What to do about it; `None` where nothing is to be done.
     pub advice: Option<String>,
@@ -75,7 +74,6 @@ pub struct Finding {
     pub check: &'static str,
     /// How good what it found is.
     pub status: Status,
-    /// What it found.
     pub found: String,
     /// What to do about it.
     pub advice: Option<String>,

@@ -10,7 +10,6 @@ use crate::status::ask;
 /// A server that runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LiveServer {
-    /// Its name.
     pub name: String,
     /// What it says of itself; `None` while it starts or ends.
     pub report: Option<InstanceReport>,

@@ -16,7 +16,6 @@ const MAX_DESCRIPTORS: usize = 100_000;
 pub struct PortFacts {
     /// As it was given.
     pub addr: String,
-    /// Its port.
     pub port: u16,
     /// What came of listening there.
     pub bind: Bind,
@@ -25,7 +24,6 @@ pub struct PortFacts {
 /// What came of listening.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bind {
-    /// It works.
     Free,
     /// Somebody else listens; who, if /proc tells.
     InUse(Option<Holder>),
@@ -40,9 +38,7 @@ pub enum Bind {
 /// A process that listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// Its id.
     pub pid: u32,
-    /// Its name.
     pub name: String,
 }
 

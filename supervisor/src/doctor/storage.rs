@@ -14,7 +14,6 @@ const MARGIN: u64 = 1 << 30;
 /// The cache folder and its disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheFacts {
-    /// The folder.
     pub folder: PathBuf,
     /// Whether it exists already.
     pub exists: bool,

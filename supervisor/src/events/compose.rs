@@ -8,8 +8,8 @@ use shared::block::Span;
 use shared::causes::with_causes;
 use shared::config::{Device, Throughput};
 use shared::control::{
-    Capacity, FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WeightsInit,
-    WorkerInit, WorkerUp,
+    FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WeightsInit, WorkerInit,
+    WorkerUp,
 };
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank};
@@ -17,6 +17,7 @@ use shared::model::ModelFacts;
 use shared::processor::{Processor, Seats};
 use shared::shm::group::GroupShape;
 use shared::shm::pair::{PairError, RingIdentity};
+use shared::survey::Capacity;
 use shared::warpgroups::Warpgroups;
 use tracing::warn;
 
@@ -65,34 +66,12 @@ impl Driver<'_> {
                 ChildId::Netd => Message::Netd(ToNetd::Drain),
                 ChildId::Worker(_) => Message::Worker(ToWorker::Drain),
             }),
-            Down::Replace => child.tell(Message::Netd(ToNetd::Replace)),
+            Down::Netd(message) => child.tell(Message::Netd(message)),
             Down::Span(span) => {
                 let manifest = manifest_of(self.instance, span);
                 let counts = self.tree.placements(span).into_iter();
                 let cut = counts.map(|placement| placement.span.block_count() as u32).collect();
                 child.tell(Message::Prepare(ToPrepare::Span { span, manifest, cut }))
-            }
-            Down::Shrink(rest) => child.tell(Message::Netd(ToNetd::Shrink(rest))),
-            Down::Grow(span) => child.tell(Message::Netd(ToNetd::Grow(span))),
-            Down::MakeRoom(to) => child.tell(Message::Netd(ToNetd::MakeRoom(to))),
-            Down::Pause(patience) => child.tell(Message::Netd(ToNetd::Pause { patience })),
-            Down::Resume(span) => child.tell(Message::Netd(ToNetd::Resume(span))),
-            Down::MoveFailed { to, why } => {
-                child.tell(Message::Netd(ToNetd::MoveFailed { to, why }))
-            }
-            Down::Fits(blocks) => {
-                warn!(blocks, "model does not fit in memory, serving part of it");
-                child.tell(Message::Netd(ToNetd::Fits(blocks)))
-            }
-            Down::Model(facts) => {
-                let kept = self.kept.map(ToNetd::Kept).into_iter();
-                let mut messages = kept.chain([ToNetd::Model(facts)]);
-                messages.all(|message| child.tell(Message::Netd(message)))
-            }
-            Down::WorkerDown { worker, generation, cause, restarting } => child
-                .tell(Message::Netd(ToNetd::WorkerDown { worker, generation, cause, restarting })),
-            Down::WorkerUnkillable { worker, generation } => {
-                child.tell(Message::Netd(ToNetd::WorkerUnkillable { worker, generation }))
             }
             Down::Init(init) => return self.init(index, init),
             Down::Link { netd } => return self.link(index, netd),

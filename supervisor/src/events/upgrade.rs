@@ -320,7 +320,6 @@ impl Driver<'_> {
             segments: self.segments.hand_over(handed)?,
             weights: self.weights.hand_over(handed)?,
             facts: self.facts.clone(),
-            kept: self.kept,
             span: self.span,
             addrs: self.addrs.clone(),
             was_ready: self.service.as_ref().is_some_and(|service| service.is_ready()),
@@ -405,7 +404,7 @@ pub fn resume(
         arguments: state.arguments,
     };
     let mut driver = Driver::of_parts(state.config, instance, feed, parts)?;
-    (driver.facts, driver.kept) = (state.facts, state.kept);
+    driver.facts = state.facts;
     (driver.span, driver.addrs) = (state.span, state.addrs);
     if let Some(service) = &mut driver.service {
         service.taken_over(state.was_ready, now);

@@ -46,7 +46,6 @@ pub struct FormatPlan {
     pub kv_token_bytes: u64,
     /// Blocks that `serve` serves; 0 when it refuses.
     pub blocks: u32,
-    /// Why it refuses.
     pub refusal: Option<String>,
     /// What it announces as its throughput, in tokens per second; `None` when that is not known.
     pub throughput_rps: Option<f64>,

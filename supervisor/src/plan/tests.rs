@@ -1,11 +1,12 @@
 use std::collections::BTreeMap;
 
-use model::survey::{BlockSource, Estimate, Speeds, Survey};
+use model::survey::{BlockSource, Estimate};
 use shared::config::QuantType;
-use shared::control::DeviceMemory;
 use shared::dtype::DType;
 use shared::model::ModelFacts;
 use shared::network::RateSource;
+use shared::survey::DeviceMemory;
+use shared::survey::{Speeds, Survey};
 
 use super::*;
 use crate::cli::{Command, parse};
@@ -41,8 +42,7 @@ fn facts(quant_type: QuantType, mib: u64) -> ModelFacts {
 
 fn format(quant_type: QuantType, mib: u64) -> FormatSurvey {
     let facts = facts(quant_type, mib);
-    let survey = Survey { facts, ranks: Vec::new(), devices: Vec::new(), kept: None, speeds: None };
-    FormatSurvey { quant_type, survey, estimate: None }
+    FormatSurvey { quant_type, survey: Survey::of(facts), estimate: None }
 }
 
 fn survey(formats: Vec<FormatSurvey>) -> ModelSurvey {

@@ -18,7 +18,6 @@ pub struct Figures {
     pub minute: MinuteReport,
     /// Open sessions, the oldest first; at most 128.
     pub sessions: Vec<SessionReport>,
-    /// The KV cache.
     pub kv: KvReport,
     /// Peers that are connected.
     pub peers: u64,
@@ -55,7 +54,6 @@ pub struct MinuteReport {
 /// Times of a part of steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LatencyReport {
-    /// Which part.
     pub part: String,
     /// Median in milliseconds.
     pub p50_ms: f64,
@@ -68,9 +66,7 @@ pub struct LatencyReport {
 pub struct SessionReport {
     /// Its number, counted from 1 since netd was started.
     pub number: u64,
-    /// Its blocks.
     pub span: String,
-    /// Its sequences.
     pub rows: u32,
     /// Tokens in the cache, per sequence.
     pub length: u32,
@@ -89,7 +85,6 @@ pub struct SessionReport {
 /// The KV cache, in tokens times blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvReport {
-    /// Its size.
     pub tokens_total: u64,
     /// What no session holds.
     pub tokens_free: u64,
@@ -102,11 +97,8 @@ pub struct KvReport {
 /// What the server tells the swarm.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AnnouncedReport {
-    /// Its state.
     pub state: String,
-    /// Its blocks.
     pub span: Option<String>,
-    /// Its throughput.
     pub throughput: f64,
     /// Tokens per second through one block, one at a time; 0 = not announced.
     pub inference_rps: f64,
@@ -121,9 +113,7 @@ pub struct AnnouncedReport {
 pub struct RestartCount {
     /// Which kind of process.
     pub role: String,
-    /// The reason.
     pub reason: String,
-    /// How often.
     pub count: u64,
 }
 
@@ -141,16 +131,13 @@ pub struct CoverageReport {
 pub struct BlockReport {
     /// Servers that are online, this one included.
     pub servers: u32,
-    /// Their throughputs together.
     pub throughput: f32,
 }
 
 /// Jobs of one kind that a worker answered.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkReport {
-    /// Which kind.
     pub kind: String,
-    /// Jobs.
     pub jobs: u64,
     /// Tokens in them, all sequences.
     pub tokens: u64,
@@ -165,7 +152,6 @@ pub struct WorkReport {
 pub struct BatchReport {
     /// Most sequences of such a unit; `None` = more than those before.
     pub up_to: Option<u64>,
-    /// Units.
     pub units: u64,
 }
 

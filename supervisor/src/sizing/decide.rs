@@ -2,10 +2,10 @@
 //! `sepal plan` foretells.
 
 use model::sizing::Need;
-use model::survey::Survey;
 use shared::block::Span;
 use shared::config::{ServeConfig, SpanChoice};
 use shared::model::ModelFacts;
+use shared::survey::Survey;
 
 use super::{Memory, available_bytes, node_memory, within};
 use crate::placement::{self, Placement, Share};
@@ -105,7 +105,7 @@ fn check_choice(choice: SpanChoice, facts: &ModelFacts) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use shared::config::Device;
-    use shared::control::DeviceMemory;
+    use shared::survey::DeviceMemory;
 
     use super::super::tests::{llama_70b, memory};
     use super::*;

@@ -13,7 +13,6 @@ use crate::placement::Share;
 /// What a NUMA node has for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeMemory {
-    /// Which.
     pub node: u32,
     /// Bytes that are free or can be freed.
     pub free_bytes: u64,

@@ -48,7 +48,6 @@ pub enum Request {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// What runs.
     Report(Box<InstanceReport>),
     /// It is being done.
     Accepted,

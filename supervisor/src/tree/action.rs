@@ -5,10 +5,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::{Device, RestartConfig, SpanChoice};
-use shared::control::{Capacity, DeathCause, FromNetd, FromPrepare, FromWorker};
+use shared::control::{FromNetd, FromPrepare, FromWorker, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::model::ModelFacts;
+use shared::survey::Capacity;
 
 use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
 use crate::placement::{Placement, Share};
@@ -38,11 +39,8 @@ pub struct Policy {
 /// A message from a child.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Up {
-    /// From prepare.
     Prepare(FromPrepare),
-    /// From netd.
     Netd(FromNetd),
-    /// From a worker.
     Worker(FromWorker),
 }
 
@@ -52,7 +50,6 @@ pub enum Up {
 pub enum Event {
     /// Begin.
     Start,
-    /// A child spoke.
     Said(ChildId, Generation, Up),
     /// A child's process was reaped, after everything it had said.
     Ended(ChildId, Generation, ExitStatus),
@@ -98,62 +95,18 @@ pub enum Down {
     Init(Init),
     /// To prepare: make this span ready.
     Span(Span),
-    /// To netd: not more blocks than these.
-    Fits(u32),
-    /// To netd: the model.
-    Model(ModelFacts),
     /// To a worker: serve the new rings shared with this netd; to a rank other than 0: read from its
     /// arena.
-    Link {
-        /// Generation of netd.
-        netd: Generation,
-    },
+    Link { netd: Generation },
     /// To netd: a worker acknowledged its rings, and the other ranks of its group their arena.
     WorkerUp {
         /// The part of the plan of the worker, or of its group.
         placement: Placement,
-        /// Its generation.
         generation: Generation,
-        /// What it measured.
         capacity: Capacity,
     },
-    /// To netd: a worker, and with it its group, is dead and reaped.
-    WorkerDown {
-        /// Which.
-        worker: WorkerId,
-        /// The generation that died.
-        generation: Generation,
-        /// Whose fault it was.
-        cause: DeathCause,
-        /// Whether another will come.
-        restarting: bool,
-    },
-    /// To netd: a worker does not die.
-    WorkerUnkillable {
-        /// Which.
-        worker: WorkerId,
-        /// Its generation.
-        generation: Generation,
-    },
-    /// To netd: serve only these blocks from now on.
-    Shrink(Span),
-    /// To netd: serve these blocks again, some of which were lost.
-    Grow(Span),
-    /// To netd: there is no memory for the move beside the present workers.
-    MakeRoom(Span),
-    /// To netd: end the sessions within this time, and let the devices go.
-    Pause(Duration),
-    /// To netd: these blocks are served again.
-    Resume(Span),
-    /// To netd: the move that it asked for is off.
-    MoveFailed {
-        /// Where it would have gone.
-        to: Span,
-        /// Why.
-        why: String,
-    },
-    /// To netd: finish, another generation comes at once.
-    Replace,
+    /// To netd, as it is: what comes with descriptors is composed by the driver.
+    Netd(ToNetd),
     /// Finish.
     Drain,
 }
@@ -184,7 +137,6 @@ pub enum Init {
         rank: Rank,
         /// The blocks of the instance that its own are a part of: their manifest names its files.
         whole: Span,
-        /// The model.
         facts: ModelFacts,
         /// Whether it is to do without the warpgroups of its device.
         by_warps: bool,
@@ -196,17 +148,13 @@ pub enum Init {
 pub enum Action {
     /// Start a process. If that fails, `Ended` with [`ExitStatus::NotStarted`] follows.
     Spawn(ChildId, Generation),
-    /// Tell a child.
     Tell(ChildId, Down),
     /// SIGKILL, for this reason.
     Kill(ChildId, Generation, String),
     /// Rings of this worker are of no more use: one of their ends is dead.
     DropRings {
-        /// The worker.
         worker: WorkerId,
-        /// Its generation.
         generation: Generation,
-        /// Generation of netd.
         netd: Generation,
     },
     /// Every wait in this group of several workers is to fail: one of them is dead, or about to be.
@@ -222,11 +170,8 @@ pub enum Action {
     Examine(Device),
     /// A child changed its state: show and log it.
     Show {
-        /// Which.
         child: ChildId,
-        /// Its generation.
         generation: Generation,
-        /// The state.
         state: Lifecycle,
         /// Why, if there is something to say.
         why: String,
@@ -237,11 +182,9 @@ pub enum Action {
     Complain(String),
     /// Clients can come.
     Online {
-        /// What is served.
         span: Span,
         /// netd's PeerID.
         peer_id: String,
-        /// Its full addresses.
         addrs: Vec<String>,
     },
     /// All processes are of this executable.
@@ -250,4 +193,11 @@ pub enum Action {
     Paused,
     /// No process is left; return this.
     Finish(ExitReason),
+}
+
+impl Action {
+    /// Tell netd what needs no descriptors.
+    pub(super) fn tell_netd(message: ToNetd) -> Action {
+        Action::Tell(ChildId::Netd, Down::Netd(message))
+    }
 }

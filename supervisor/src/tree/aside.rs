@@ -78,7 +78,7 @@ impl Tree {
         let rest = self.rest().filter(|rest| self.netd_span != Some(*rest));
         if let Some(rest) = rest {
             self.netd_span = Some(rest);
-            out.push(Action::Tell(ChildId::Netd, Down::Grow(rest)));
+            out.push(Action::tell_netd(ToNetd::Grow(rest)));
         }
     }
 }

@@ -17,14 +17,11 @@ pub const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// Time a process may stay after it closed its control channel.
 pub const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Which child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ChildId {
     /// The reader of checkpoints.
     Prepare,
-    /// The network daemon.
     Netd,
-    /// A worker.
     Worker(WorkerId),
 }
 
@@ -38,7 +35,6 @@ impl ChildId {
         }
     }
 
-    /// Its role.
     pub fn role(self) -> Role {
         match self {
             ChildId::Prepare => Role::Prepare,
@@ -88,7 +84,6 @@ pub enum Lifecycle {
     },
     /// Was told to finish.
     Draining {
-        /// When patience ends.
         #[serde(with = "crate::moment")]
         until: Instant,
     },
@@ -96,15 +91,11 @@ pub enum Lifecycle {
     Reaped,
     /// Reaped; to be started again.
     Backoff {
-        /// When.
         #[serde(with = "crate::moment")]
         until: Instant,
     },
     /// Reaped; not started again.
-    Held {
-        /// Why.
-        reason: ExitReason,
-    },
+    Held { reason: ExitReason },
     /// Does not die.
     Unkillable,
     /// Reaped, and not wanted any more.
@@ -174,7 +165,6 @@ impl fmt::Display for ExitStatus {
 /// A reading of a child's place on the board.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Beat {
-    /// Its progress counter.
     pub progress: u64,
     /// How long the counter may stand still now; `None` while another timeout holds.
     pub limit: Option<Duration>,
@@ -194,7 +184,6 @@ pub enum Next {
 /// One child.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Child {
-    /// Which.
     pub id: ChildId,
     /// Generation of the present or the last process; 0 before the first.
     pub generation: Generation,

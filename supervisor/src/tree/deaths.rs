@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use shared::control::DeathCause;
+use shared::control::{DeathCause, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{GroupId, WorkerId};
 
@@ -168,8 +168,8 @@ impl Tree {
         group.drop_rings(out);
         let leader = group.leader().map(|leader| leader.id);
         if let (Some(worker), true) = (leader, tell && (is_known || !restarting)) {
-            let down = Down::WorkerDown { worker, generation, cause, restarting };
-            out.push(Action::Tell(ChildId::Netd, down));
+            let down = ToNetd::WorkerDown { worker, generation, cause, restarting };
+            out.push(Action::tell_netd(down));
         }
     }
 
@@ -323,8 +323,8 @@ impl Tree {
             if let (Some(leader), true, true) =
                 (group.leader(), self.said.has_model, self.netd.is_ready())
             {
-                let down = Down::WorkerUnkillable { worker: leader.id, generation };
-                out.push(Action::Tell(ChildId::Netd, down));
+                let down = ToNetd::WorkerUnkillable { worker: leader.id, generation };
+                out.push(Action::tell_netd(down));
             }
         }
         self.held(id, ExitReason::DeviceLost, complaint, now, out);

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::Device;
-use shared::control::{Capacity, DeathCause};
+use shared::control::DeathCause;
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
+use shared::survey::Capacity;
 
 use super::child::{Child, ChildId, Lifecycle, Next};
 use crate::placement::Placement;
@@ -98,7 +99,6 @@ pub(super) struct Aside {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Origin {
     pub(super) device: Device,
-    /// Its blocks.
     pub(super) span: Span,
     pub(super) step: Comeback,
 }

@@ -17,12 +17,12 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
-use shared::control::DeathCause;
+use shared::control::{DeathCause, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId};
 
 use super::group::{Assignment, Group};
-use super::{Action, ChildId, Down, Lifecycle, SHORT_DRAIN, Tree};
+use super::{Action, ChildId, Lifecycle, SHORT_DRAIN, Tree};
 use crate::placement::Placement;
 use crate::report::Pause;
 
@@ -113,7 +113,7 @@ impl Tree {
                 "leaving the present blocks before loading blocks {span}: {why}"
             )));
             if self.netd.is_ready() && self.said.has_model {
-                out.push(Action::Tell(ChildId::Netd, Down::MakeRoom(span)));
+                out.push(Action::tell_netd(ToNetd::MakeRoom(span)));
             }
             return;
         }
@@ -282,8 +282,7 @@ impl Tree {
 
     fn refuse_move(&self, to: Span, why: &str, out: &mut Vec<Action>) {
         if self.netd.is_ready() && self.said.has_model {
-            let why = why.to_owned();
-            out.push(Action::Tell(ChildId::Netd, Down::MoveFailed { to, why }));
+            out.push(Action::tell_netd(ToNetd::MoveFailed { to, why: why.to_owned() }));
         }
     }
 

@@ -130,12 +130,12 @@ impl Tree {
             return;
         }
         self.netd_is_paused = paused;
-        let down = match (paused, self.span) {
-            (true, _) => Down::Pause(patience),
-            (false, Some(span)) => Down::Resume(span),
+        let message = match (paused, self.span) {
+            (true, _) => ToNetd::Pause { patience },
+            (false, Some(span)) => ToNetd::Resume(span),
             (false, None) => return,
         };
-        out.push(Action::Tell(ChildId::Netd, down));
+        out.push(Action::tell_netd(message));
     }
 
     /// Whether the blocks that all workers have left stay so until the operator says more.

@@ -5,7 +5,7 @@
 //! the group has ended as often as it may -> the rank for which it ended most often is left out
 //!   one processor is left:   it serves alone, at once
 //!   other devices are left:  prepare decides their shares, and what their units need:
-//!                            Init of this group -> Groups, Devices, Inspected -> Drain
+//!                            Init of this group -> Surveyed -> Drain
 //!   -> workers of as many of the blocks as fit -> linked, netd WorkerUp: announced again
 //! ```
 //! The group keeps its name and gets other workers: none of their KV pages is one of the workers before

@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-use shared::control::DeviceMemory;
+use shared::survey::{Capacity, DeviceMemory};
+use shared::survey::{Speeds, Survey};
 
 use super::*;
 
@@ -20,29 +21,7 @@ impl Tree {
 
     fn prepare_said(&mut self, message: FromPrepare, now: Instant, out: &mut Vec<Action>) {
         match message {
-            // The driver keeps it for netd.
-            FromPrepare::Kept(_) => {}
-            FromPrepare::Groups(ranks) => self.take_shares(ranks),
-            FromPrepare::Devices(devices) => self.take_devices(devices),
-            FromPrepare::Speeds { rates, cuts } => {
-                // Workers have their blocks for life.
-                if self.span.is_none() {
-                    Share::set_rates(&mut self.policy.shares, &rates);
-                    self.policy.cuts = cuts;
-                }
-            }
-            FromPrepare::Inspected(_) if self.asked_for().is_some() => {
-                if let Some(id) = self.asked {
-                    self.shares_told(id, now, out);
-                }
-            }
-            FromPrepare::Inspected(facts) => {
-                if let Err(complaint) = self.take_facts(facts) {
-                    return self.end(ExitReason::BadConfig, Some(complaint), now, out);
-                }
-                self.set_ready(ChildId::Prepare, now, String::new(), out);
-                self.give_model(out);
-            }
+            FromPrepare::Surveyed(survey) => self.surveyed(*survey, now, out),
             // The driver shows it.
             FromPrepare::Progress(_) => {}
             FromPrepare::Prepared if self.prepares_move() => self.move_prepared(out),
@@ -61,12 +40,34 @@ impl Tree {
         }
     }
 
+    /// The model and the devices are known; a later survey may be of one group alone.
+    fn surveyed(&mut self, survey: Survey, now: Instant, out: &mut Vec<Action>) {
+        let Survey { facts, ranks, devices, kept, speeds } = survey;
+        if !ranks.is_empty() {
+            self.take_shares(ranks);
+        }
+        self.take_devices(devices);
+        // Workers have their blocks for life.
+        if let (Some(Speeds { rates, cuts }), None) = (speeds, self.span) {
+            Share::set_rates(&mut self.policy.shares, &rates);
+            self.policy.cuts = cuts;
+        }
+        if let (Some(_), Some(id)) = (self.asked_for(), self.asked) {
+            return self.shares_told(id, now, out);
+        }
+        if let Err(complaint) = self.take_facts(facts, kept) {
+            return self.end(ExitReason::BadConfig, Some(complaint), now, out);
+        }
+        self.set_ready(ChildId::Prepare, now, String::new(), out);
+        self.give_model(out);
+    }
+
     /// Checks the blocks asked for against the model, when it is told for the first time.
-    fn take_facts(&mut self, facts: ModelFacts) -> Result<(), String> {
+    fn take_facts(&mut self, facts: ModelFacts, kept: Option<Capacity>) -> Result<(), String> {
         if self.facts.is_none() {
             let Policy { span, memory, shares, .. } = &self.policy;
             self.fits = memory.served(*span, &facts, shares)?;
-            self.facts = Some(facts);
+            (self.facts, self.kept) = (Some(facts), kept);
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use shared::block::Span;
 use shared::config::SpanChoice;
+use shared::control::ToNetd;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 
@@ -22,10 +23,14 @@ impl Tree {
             return;
         }
         self.said.has_model = true;
-        if self.policy.span == SpanChoice::All && self.fits < facts.num_blocks {
-            out.push(Action::Tell(ChildId::Netd, Down::Fits(self.fits)));
+        let is_part = self.policy.span == SpanChoice::All && self.fits < facts.num_blocks;
+        let fits = is_part.then_some(self.fits);
+        if let Some(blocks) = fits {
+            let all = facts.num_blocks;
+            out.push(Action::Note(format!("only {blocks} of {all} blocks fit in memory")));
         }
-        out.push(Action::Tell(ChildId::Netd, Down::Model(facts.clone())));
+        let facts = facts.clone();
+        out.push(Action::tell_netd(ToNetd::Model { facts, fits, kept: self.kept }));
         self.tell_pause(Duration::ZERO, out);
         let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
@@ -168,7 +173,7 @@ impl Tree {
         let rest = self.rest().filter(|rest| self.netd_span != Some(*rest));
         if let (Some(rest), true, true) = (rest, self.said.has_model, self.netd.is_ready()) {
             self.netd_span = Some(rest);
-            out.push(Action::Tell(ChildId::Netd, Down::Shrink(rest)));
+            out.push(Action::tell_netd(ToNetd::Shrink(rest)));
         }
     }
 

@@ -1,11 +1,14 @@
 use shared::config::{Device, RestartConfig, SpanChoice};
-use shared::control::{Capacity, DeathCause, DeviceMemory};
+use shared::control::DeathCause;
 use shared::dtype::DType;
 use shared::ids::{GroupId, Rank, WorldSize};
+use shared::survey::{Capacity, DeviceMemory};
+use shared::survey::{Speeds, Survey};
 
-use self::invariants::Witness;
 use std::time::Duration;
 
+use self::invariants::Witness;
+use super::action::Down::Netd;
 use super::*;
 use crate::placement::Share;
 use crate::sizing::Memory;
@@ -83,6 +86,19 @@ fn facts() -> ModelFacts {
         client_bytes: 0,
         adapters: Vec::new(),
     }
+}
+
+fn survey() -> Survey {
+    Survey::of(facts())
+}
+
+fn surveyed(survey: Survey) -> Up {
+    Up::Prepare(FromPrepare::Surveyed(Box::new(survey)))
+}
+
+/// What netd is told of the model.
+fn model(fits: Option<u32>) -> Down {
+    Netd(ToNetd::Model { facts: facts(), fits, kept: None })
 }
 
 fn worker(group: u16) -> ChildId {
@@ -205,7 +221,7 @@ impl Rig {
         let mut rig = self;
         rig.on(Event::Start);
         rig.netd_listens();
-        rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+        rig.say(PREPARE, surveyed(survey()));
         rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
         rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
         rig

@@ -12,6 +12,7 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use shared::control::ToNetd;
 use shared::ids::{Generation, GroupId};
 
 use super::group::Assignment;
@@ -26,7 +27,6 @@ const REPLACE_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) struct Replacing {
     /// Groups and their generations, in the order of replacement.
     groups: Vec<(GroupId, Generation)>,
-    /// Generation of netd.
     netd: Generation,
     /// How long open sessions may keep netd from being replaced: it ends their connections.
     patience: Duration,
@@ -135,7 +135,12 @@ impl Tree {
             }
         } else if self.netd.is_ready() && now >= by {
             self.netd.excused = true;
-            self.finish_child(ChildId::Netd, Down::Replace, now + REPLACE_TIMEOUT, out);
+            self.finish_child(
+                ChildId::Netd,
+                Down::Netd(ToNetd::Replace),
+                now + REPLACE_TIMEOUT,
+                out,
+            );
         }
     }
 

@@ -12,8 +12,8 @@ use model::manifest::{MANIFEST_VERSION, Manifest};
 use shared::block::Span;
 use shared::bootstrap::{Bootstrap, ControlEnds, ControlSender};
 use shared::control::{
-    Capacity, FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare,
-    ToWorker, WeightsInit, WorkerInit, WorkerUp,
+    FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare, ToWorker,
+    WeightsInit, WorkerInit, WorkerUp,
 };
 use shared::dtype::DType;
 use shared::exit::ExitReason;
@@ -26,6 +26,8 @@ use shared::shm::group::{GroupMap, GroupShape, Member, WaitPolicy};
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
+use shared::survey::Capacity;
+use shared::survey::Survey;
 use tracing::info;
 
 /// A log filter by which a child knows that it shall never connect: the only thing that it knows before
@@ -75,11 +77,12 @@ fn prepare(bootstrap: Bootstrap) -> ExitReason {
             }
             Ok(ToPrepare::Init { config, groups, .. }) => {
                 name.clone_from(&config.model);
+                let mut survey = Survey::of(facts(&config.model));
                 if groups.iter().any(|devices| devices.len() > 1) {
                     let of = |devices: &Vec<_>| vec![share(devices.len()); devices.len()];
-                    say(FromPrepare::Groups(groups.iter().map(of).collect()));
+                    survey.ranks = groups.iter().map(of).collect();
                 }
-                say(FromPrepare::Inspected(facts(&config.model)));
+                say(FromPrepare::Surveyed(Box::new(survey)));
             }
             Ok(ToPrepare::Span { manifest, .. }) => {
                 Manifest {
@@ -151,8 +154,7 @@ fn netd(bootstrap: Bootstrap) -> ExitReason {
                 let addrs = if generation.0 == 1 { fresh() } else { init.previous_addrs };
                 say(FromNetd::Listening { peer_id: "Fake".into(), addrs });
             }
-            Ok(ToNetd::Fits(_) | ToNetd::Kept(_)) => {}
-            Ok(ToNetd::Model(facts)) => {
+            Ok(ToNetd::Model { facts, .. }) => {
                 script = facts.name;
                 if script == "netd-rambles" && generation.0 == 1 {
                     let message = "x".repeat(1 << 20);

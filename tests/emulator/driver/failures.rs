@@ -17,7 +17,6 @@ enum Start {
     Refused,
     /// The server serves, and its log has this.
     Warned(&'static str),
-    /// The server serves.
     Serves,
     /// A start does not call the function.
     Unused,

@@ -71,7 +71,6 @@ impl Memory {
 
 /// What an attack did to the server.
 pub struct Harm {
-    /// What was tried.
     pub attack: &'static str,
     /// Growth of netd, in MiB: its peak against its size before.
     pub netd_mib: u64,

@@ -42,7 +42,6 @@ pub struct Shard {
     pub rank: usize,
     /// Ranks of the group.
     pub world: usize,
-    /// Its query heads.
     pub heads: Range<usize>,
     /// The key/value heads that they read; other ranks may hold the same one.
     pub kv_heads: Range<usize>,

@@ -35,34 +35,21 @@ pub enum ShareError {
     },
     /// A capacity that is no positive number.
     #[error("the capacity of rank {rank} is {capacity}, but must be a positive number")]
-    Capacity {
-        /// The rank.
-        rank: usize,
-        /// Its capacity.
-        capacity: f64,
-    },
+    Capacity { rank: usize, capacity: f64 },
     /// Too few for every rank to have one.
     #[error("{count} {what} cannot be shared by {ranks} ranks: each needs at least one")]
     TooFew {
-        /// What is shared.
         what: &'static str,
         /// How many there are.
         count: usize,
-        /// Ranks.
         ranks: usize,
     },
     /// A rank without a share.
     #[error("rank {rank} has no {what}")]
-    Empty {
-        /// The rank.
-        rank: usize,
-        /// What is shared.
-        what: &'static str,
-    },
+    Empty { rank: usize, what: &'static str },
     /// Shares of another model.
     #[error("the shares of the ranks are {shared} {what} together, the model has {count}")]
     Sum {
-        /// What is shared.
         what: &'static str,
         /// How many the ranks have.
         shared: usize,
@@ -75,7 +62,6 @@ pub enum ShareError {
          each), nor of a single one"
     )]
     Border {
-        /// The rank.
         rank: usize,
         /// Its first query head.
         start: usize,

@@ -5,7 +5,6 @@ use std::ops::Range;
 /// What one rank holds of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Slice {
-    /// All of it.
     All,
     /// Nothing.
     None,

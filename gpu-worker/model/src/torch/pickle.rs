@@ -80,9 +80,6 @@ pub fn storage_type(name: &str) -> Option<StorageType> {
 
 /// The tensors of the dictionary that `pickle` holds, in its order; values that are no tensors are
 /// left out.
-///
-/// # Errors
-/// [`PickleError`].
 pub fn tensors(pickle: &[u8]) -> Result<Vec<(String, StoredTensor)>, PickleError> {
     let mut machine = Machine::new(pickle);
     let top = machine.run()?;

@@ -28,13 +28,10 @@ pub const UNKNOWN: &str = "unknown";
 /// One file.
 #[derive(Clone, Debug)]
 pub struct Item {
-    /// Its path.
     pub path: PathBuf,
-    /// Its length.
     pub bytes: u64,
     /// When it was used last.
     pub used: SystemTime,
-    /// The model.
     pub model: String,
     /// Its commit, if the file tells.
     pub revision: Option<String>,
@@ -56,15 +53,11 @@ pub struct Inventory {
 /// Files of one model, revision and format.
 #[derive(Clone, Debug)]
 pub struct Group<'a> {
-    /// The model.
     pub model: &'a str,
-    /// The commit.
     pub revision: Option<&'a str>,
-    /// The format.
     pub format: &'a str,
     /// The latest use of any.
     pub used: SystemTime,
-    /// The files.
     pub items: Vec<&'a Item>,
 }
 

@@ -34,7 +34,6 @@ pub(super) struct Described {
     pub(super) commit: String,
     /// Names the content, hexadecimal: its SHA-256 where it has 64 digits.
     pub(super) etag: String,
-    /// Its length.
     pub(super) bytes: u64,
 }
 

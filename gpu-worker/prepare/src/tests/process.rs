@@ -46,7 +46,7 @@ fn the_process_tells_facts_then_progress_then_that_the_manifest_is_there() {
     write_model(place.folder(), &llama_config(3), &llama_tensors(3, DType::F32));
     let (seat, mut prepare) = started(&place.config);
     let next = || prepare.up.try_recv_timeout(DEADLINE).expect("a message in time");
-    let FromPrepare::Inspected(facts) = next() else { panic!("facts come first") };
+    let FromPrepare::Surveyed(survey) = next() else { panic!("the survey comes first") };
     let path = place.folder().join("manifest.json");
     prepare
         .down
@@ -70,7 +70,7 @@ fn the_process_tells_facts_then_progress_then_that_the_manifest_is_there() {
     );
     assert_eq!(wait(&mut prepare.process).code(), Some(0));
     let manifest = Manifest::read(&path).unwrap();
-    assert_eq!(manifest.model, facts);
+    assert_eq!(manifest.model, survey.facts);
     assert_eq!(manifest.missing_block(span(1, 3)), None);
     assert_eq!(manifest.missing_block(span(0, 3)), Some(BlockIndex(0)));
     let progress = seat.board.view().child_snapshot(0).unwrap().progress;
@@ -83,20 +83,10 @@ fn the_process_tells_what_each_rank_holds_and_tells_the_same_at_every_start() {
     write_model(place.folder(), &llama_config(2), &llama_tensors(2, DType::F32));
     let told = |devices: &[Device], world_size| {
         let (_seat, prepare) = started_on(&place.config, devices, world_size);
-        let groups = loop {
-            match prepare.up.try_recv_timeout(DEADLINE).expect("a message in time") {
-                FromPrepare::Groups(groups) => break groups,
-                FromPrepare::Inspected(_) => panic!("the shares come before the facts"),
-                _ => {}
-            }
-        };
-        let facts = loop {
-            match prepare.up.try_recv_timeout(DEADLINE).expect("a message in time") {
-                FromPrepare::Inspected(facts) => break facts,
-                _ => continue,
-            }
-        };
-        (groups, facts)
+        match prepare.up.try_recv_timeout(DEADLINE).expect("a message in time") {
+            FromPrepare::Surveyed(survey) => (survey.ranks, survey.facts),
+            other => panic!("{other:?} before the survey"),
+        }
     };
     let (groups, facts) = told(&[Device::Cpu; 4], 2);
     let [first, second] = &groups[..] else { panic!("{groups:?}") };

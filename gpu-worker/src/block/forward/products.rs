@@ -5,9 +5,7 @@ use super::*;
 
 /// A product with a matrix that is cut by inputs, as one rank has it.
 pub(super) struct CutProduct<'p, 'w, B: Backend> {
-    /// What was multiplied.
     pub(super) x: &'p B::Floats,
-    /// The matrix.
     pub(super) linear: &'p Linear<'w, B>,
     /// The product `[tokens, hidden]`.
     pub(super) out: &'p mut B::Floats,

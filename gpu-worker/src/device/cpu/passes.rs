@@ -96,8 +96,7 @@ impl PassRunner<Cpu> for HostPasses {
         let mut pages = std::mem::take(&mut memory.pages);
         let own = pages.get_mut(unit.pages()).ok_or(NOT_THERE)?;
         let mut own = KvPages::new(unit.layout, own);
-        let input = unit.input().ok_or(NOT_THERE)?;
-        let (input, saved) = (input.block_input(), memory.saved(unit));
+        let (input, saved) = (unit.input(), memory.saved(unit));
         match unit.plan.needs_keys_only(unit.position) {
             true => keys(cpu, spec, weights, work, input, hidden, &mut own, saved)?,
             false => forward_saving(cpu, spec, weights, work, input, hidden, &mut own, saved)?,
@@ -129,7 +128,7 @@ impl PassRunner<Cpu> for HostPasses {
             unit.spec,
             unit.weights,
             &mut self.work,
-            unit.input().ok_or(NOT_THERE)?.block_input(),
+            unit.input(),
             &self.input,
             gradient.get_mut(unit.values()).ok_or(NOT_THERE)?,
             Sums { keys, values, starts: &plan.row_starts(unit.pieces.clone()) },

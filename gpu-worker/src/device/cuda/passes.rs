@@ -240,8 +240,7 @@ impl<G: Gpu> BlockPages<'_, G> {
         gradient: &mut Floats,
         (sums, starts): (&mut [Buffer<G>; 2], &[usize]),
     ) -> Result<(), OpError> {
-        let input = unit.input().ok_or(NOT_THERE)?;
-        let (spec, weights, input) = (unit.spec, unit.weights, input.block_input());
+        let (spec, weights, input) = (unit.spec, unit.weights, unit.input());
         let [keys, values] = sums;
         self.work_on(cuda, unit.layout, |cuda, pages| {
             let sums: Sums<'_, Cuda<G>> = Sums { keys, values, starts };
@@ -325,8 +324,7 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
         };
         let region = self.region(plan.body.kind);
         let pages = BlockPages { resident, memory: &mut region.memory, host };
-        let input = unit.input().ok_or(NOT_THERE)?;
-        let (spec, weights, input) = (unit.spec, unit.weights, input.block_input());
+        let (spec, weights, input) = (unit.spec, unit.weights, unit.input());
         hidden.work_on(cuda, unit.values(), |cuda, states| {
             pages.work_on(cuda, unit.layout, |cuda, pages| {
                 let saved = SavedActivations::default();

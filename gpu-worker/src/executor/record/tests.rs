@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 use shared::block::BlockIndex;
 use shared::dtype::DType;
-use shared::job::{SlotRef, WorkKind};
+use shared::job::{SlotRef, StepPages, WorkKind};
 
 use super::*;
 
@@ -15,9 +15,7 @@ fn body() -> JobBody {
         batch: 1,
         tokens: 1,
         hidden: 4,
-        prefix_lengths: vec![],
-        page_tables: vec![],
-        copies: vec![],
+        pages: StepPages::default(),
         input: slot,
         output: slot,
         prompts: None,

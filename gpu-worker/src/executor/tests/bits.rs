@@ -31,8 +31,8 @@ fn step(
     let rows = &sessions[first..first + count];
     let kind = WorkKind::of_step(count as u32, 1);
     let mut body = netd.job(kind, limits, count as u32, &inputs);
-    body.prefix_lengths = rows.iter().map(|session| session.prefix).collect();
-    body.page_tables = rows.iter().map(|session| session.table.clone()).collect();
+    body.pages.prefixes = rows.iter().map(|session| session.prefix).collect();
+    body.pages.tables = rows.iter().map(|session| session.table.clone()).collect();
     netd.call(&body).unwrap()
 }
 

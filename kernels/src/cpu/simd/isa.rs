@@ -28,13 +28,10 @@ pub enum Isa {
 /// Vectors of f32 that an instruction set computes with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Vectors {
-    /// AVX-512.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX2.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// NEON.
     #[cfg(target_arch = "aarch64")]
     Neon,
     /// Plain code.
@@ -93,7 +90,6 @@ impl Isa {
         }
     }
 
-    /// Its vectors.
     pub(super) fn vectors(self) -> Vectors {
         match self {
             #[cfg(target_arch = "x86_64")]

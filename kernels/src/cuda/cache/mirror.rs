@@ -23,7 +23,6 @@ use crate::ops::OpError;
 pub(super) struct Mirror<G: Gpu> {
     segment: KvMap,
     layout: PageLayout,
-    /// Of a block.
     pages: usize,
     /// What recorded steps append, whose launches name it: the largest step of all blocks.
     steps: Outbox<G>,

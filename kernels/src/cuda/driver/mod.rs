@@ -61,7 +61,6 @@ unsafe impl Sync for Driver {}
 /// Why a device was not opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
-    /// There is none.
     #[error(transparent)]
     NoCuda(#[from] NoCuda),
     /// It is older than what the kernels are made for.
@@ -69,21 +68,16 @@ pub enum OpenError {
         "CUDA device {ordinal}, {name}, has compute capability {major}.{minor}; at least 8.0 is needed"
     )]
     TooOld {
-        /// Its number.
         ordinal: u32,
-        /// Its name.
         name: String,
         /// Compute capability.
         major: u32,
         /// And its second part.
         minor: u32,
     },
-    /// A call failed.
     #[error("cannot open CUDA device {ordinal}")]
     Call {
-        /// Its number.
         ordinal: u32,
-        /// What failed.
         #[source]
         source: GpuError,
     },
@@ -110,9 +104,6 @@ impl OpenError {
 
 impl Driver {
     /// Opens device `ordinal` and loads all kernels.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
         let (device, properties) = find(ordinal)?;
         let found = probe::probe()?;
@@ -121,18 +112,12 @@ impl Driver {
     }
 
     /// What device `ordinal` is, without opening it: no context is made, no kernel is loaded.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn properties_of(ordinal: u32) -> Result<Properties, OpenError> {
         find(ordinal).map(|(_, properties)| properties)
     }
 
     /// What tells device `ordinal` from all others, whatever its number is in another process. A
     /// slice of a device (MIG) has its own.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn uuid_of(ordinal: u32) -> Result<[u8; 16], OpenError> {
         let (device, _) = find(ordinal)?;
         sharing::uuid(device).map_err(|source| OpenError::Call { ordinal, source })
@@ -140,9 +125,6 @@ impl Driver {
 
     /// Bytes per second that the memory of device `ordinal` is made for: two transfers a clock over
     /// the width of its bus. 0 where the driver does not tell.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn bandwidth_of(ordinal: u32) -> Result<f64, OpenError> {
         use cu::CUdevice_attribute as Attribute;
         let (device, _) = find(ordinal)?;
@@ -155,9 +137,6 @@ impl Driver {
 
     /// Multiplications and additions per second on bfloat16 that the tensor cores of device `ordinal`
     /// are made for: those of a multiprocessor per clock by architecture, without sparsity.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn matrix_rate_of(ordinal: u32) -> Result<f64, OpenError> {
         let (device, properties) = find(ordinal)?;
         let clock = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE;
@@ -175,9 +154,6 @@ impl Driver {
 
     /// Free and total bytes of device `ordinal`, as a process finds them that has opened it: what
     /// the driver takes for a context is not free.
-    ///
-    /// # Errors
-    /// [`OpenError`].
     pub fn memory_of(ordinal: u32) -> Result<(usize, usize), OpenError> {
         let found = probe::probe()?;
         if ordinal >= found.devices {

@@ -43,7 +43,6 @@ pub enum NoCuda {
     NoStart {
         /// Name of the error.
         name: &'static str,
-        /// Its number.
         code: u32,
         /// What that commonly means.
         hint: &'static str,
@@ -51,17 +50,14 @@ pub enum NoCuda {
     /// Another call failed.
     #[error("no CUDA device: {call}: {name} ({code})")]
     Call {
-        /// The function.
         call: &'static str,
         /// Name of the error.
         name: &'static str,
-        /// Its number.
         code: u32,
     },
     /// There are fewer devices.
     #[error("no CUDA device {ordinal}: there are {count}")]
     NoSuchDevice {
-        /// Asked for.
         ordinal: u32,
         /// Devices that there are.
         count: u32,
@@ -73,7 +69,6 @@ pub enum NoCuda {
 pub struct Found {
     /// Version of CUDA that it supports: 1000 × major + 10 × minor.
     pub version: u32,
-    /// Devices.
     pub devices: u32,
     /// Whether it has the functions that share memory with other processes.
     pub shares_memory: bool,

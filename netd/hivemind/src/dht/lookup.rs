@@ -35,7 +35,6 @@ const MAX_CANDIDATES: usize = 3 * BEAM;
 /// What is looked for.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// The key.
     pub key: DhtId,
     /// Best known nodes to start from.
     pub seeds: Vec<Contact>,
@@ -46,7 +45,6 @@ pub struct Wanted {
 /// What a lookup found out about one key.
 #[derive(Clone, Debug)]
 pub struct KeyResult {
-    /// The key.
     pub key: DhtId,
     /// Its value, united from all nodes asked; parts may have ended meanwhile.
     pub found: Option<Stored>,
@@ -80,7 +78,6 @@ pub struct Lookup {
 /// A call to make: whom, and about which keys (by index).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FindCall {
-    /// Whom to ask.
     pub contact: Contact,
     /// Indexes of the keys, to be given back with the answer.
     pub searches: Vec<usize>,

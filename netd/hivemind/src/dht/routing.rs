@@ -28,7 +28,6 @@ pub const MAX_NODES: usize = 4096;
 pub struct Contact {
     /// Its id in the DHT.
     pub node_id: DhtId,
-    /// Its libp2p identity.
     pub peer_id: PeerId,
 }
 

@@ -32,7 +32,6 @@ pub use values::{DICTIONARY_TAG, Dictionary, Item, REGULAR_TAG, Stored, Timed};
 /// Bounds of one store.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StorageLimits {
-    /// Keys.
     pub max_keys: usize,
     /// Entries of one dictionary: servers of one block.
     pub max_subkeys: usize,

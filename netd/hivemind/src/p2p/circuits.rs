@@ -115,7 +115,6 @@ pub(super) enum Pace {
     Negotiating(Relayed, Answers),
     /// It is no circuit.
     Free,
-    /// It is one.
     Circuit(Box<Circuit>),
 }
 

@@ -9,7 +9,6 @@ use super::addresses::Scope;
 /// What a node is to be.
 #[derive(Clone, Debug)]
 pub struct P2pConfig {
-    /// Its identity.
     pub keypair: Keypair,
     /// Where it listens; empty for a node that only calls.
     pub listen: Vec<Multiaddr>,
@@ -82,7 +81,6 @@ impl Traversal {
 pub struct ProtocolSpec {
     /// `Class.method`, the libp2p protocol name.
     pub name: &'static str,
-    /// The framing.
     pub kind: ProtocolKind,
     /// Concurrent streams of one peer; more are reset.
     pub max_inbound_per_peer: usize,

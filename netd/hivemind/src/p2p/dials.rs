@@ -118,9 +118,6 @@ impl DialGate {
 
     /// Admits a dial of `addr`, which may end in `/p2p/ID`. `None`: it has no IP address and port,
     /// or is the operator's own, and is not counted.
-    ///
-    /// # Errors
-    /// [`DialRefusal`].
     pub(super) fn admit(
         self: &Arc<Self>,
         addr: &Multiaddr,

@@ -22,7 +22,6 @@ pub enum P2pError {
     Listen {
         /// The address as configured.
         addr: Multiaddr,
-        /// What was said.
         reason: String,
     },
     /// Not one of the initial peers could be connected.
@@ -39,7 +38,6 @@ pub enum P2pError {
     Unreachable {
         /// The address that was dialled.
         addr: Multiaddr,
-        /// What failed.
         reason: String,
     },
     /// The keys do not suit the secure channel, or the process has no more descriptors or timers.
@@ -55,12 +53,7 @@ pub enum P2pError {
 pub enum CallError {
     /// There is no connection to the peer and none could be made; nothing was sent.
     #[error("cannot reach peer {peer}: {reason}")]
-    Unreachable {
-        /// Who was called.
-        peer: PeerId,
-        /// What was tried.
-        reason: String,
-    },
+    Unreachable { peer: PeerId, reason: String },
     /// The peer does not serve the protocol.
     #[error("peer does not serve {0}")]
     NotSupported(&'static str),
@@ -78,7 +71,6 @@ pub enum CallError {
     TooLarge {
         /// Announced or encoded length.
         bytes: u64,
-        /// The bound.
         limit: u64,
     },
     /// The peer does not follow the protocol.
@@ -101,7 +93,6 @@ pub enum InboundError {
         "request came too slowly: {bytes} bytes within {within:?}, at least {least} are needed"
     )]
     TooSlow {
-        /// What came.
         bytes: usize,
         /// What had to come.
         least: usize,
@@ -113,7 +104,6 @@ pub enum InboundError {
     TooLarge {
         /// Announced length.
         bytes: u64,
-        /// The bound.
         limit: u64,
     },
 }

@@ -44,7 +44,6 @@ pub(super) enum Frame {
 /// Why there is no next frame.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FrameError {
-    /// The stream failed.
     #[error("cannot read a frame")]
     Io(#[from] io::Error),
     /// The stream ended within a frame.

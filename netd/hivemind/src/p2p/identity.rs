@@ -22,16 +22,13 @@ pub enum IdentityError {
     /// The file system refused.
     #[error("cannot access identity file {path}")]
     Access {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
     /// The file is something else.
     #[error("{path} is not an identity file of libp2p: {reason}")]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// What the decoder says.
         reason: String,

@@ -24,7 +24,6 @@ const UNCOUNTED_STEP_BYTES: usize = 256 << 10;
 /// One request of a stream.
 #[derive(Debug)]
 pub struct Received {
-    /// The message.
     pub bytes: Bytes,
     /// What counts for it; `None` if it is small or was counted before.
     pub held: Option<Reservation>,

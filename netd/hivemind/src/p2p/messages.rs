@@ -22,7 +22,6 @@ pub(super) enum Call {
     Response(CallUnaryResponse),
 }
 
-/// A request.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct CallUnaryRequest {
     /// PeerID bytes of the callee.

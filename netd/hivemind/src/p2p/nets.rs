@@ -17,7 +17,6 @@ use super::addresses::Scope;
 pub enum Net {
     /// No IP address is known: peers behind relays share it.
     Unknown,
-    /// An IPv4 address.
     V4(Ipv4Addr),
     /// The first 56 bits of an IPv6 address.
     V6([u8; 7]),

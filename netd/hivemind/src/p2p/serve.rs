@@ -36,7 +36,6 @@ use crate::task;
 pub enum Inbound {
     /// One request that wants one answer.
     Unary {
-        /// The authenticated caller.
         peer: PeerId,
         /// The name in its [`ProtocolSpec`](super::ProtocolSpec).
         protocol: &'static str,
@@ -47,7 +46,6 @@ pub enum Inbound {
     },
     /// A stream of requests that wants a stream of answers; nothing of it was read.
     Stream {
-        /// The authenticated caller.
         peer: PeerId,
         /// The name in its [`ProtocolSpec`](super::ProtocolSpec).
         protocol: &'static str,

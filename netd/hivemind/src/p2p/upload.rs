@@ -43,7 +43,6 @@ struct Shared {
 #[derive(Debug)]
 struct Waiters {
     pacer: Pacer,
-    /// Who waits.
     wakers: HashMap<Ticket, Waker>,
     /// Who need not wait any longer, with its bytes.
     served: HashMap<Ticket, usize>,

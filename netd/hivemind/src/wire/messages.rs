@@ -75,7 +75,6 @@ pub struct PingRequest {
     /// Never set.
     #[prost(message, optional, tag = "1")]
     pub auth: Option<RequestAuthInfo>,
-    /// The caller.
     #[prost(message, optional, tag = "2")]
     pub peer: Option<NodeInfo>,
     /// Whether the callee shall call back to see if the caller is reachable.
@@ -89,7 +88,6 @@ pub struct PingResponse {
     /// Never set.
     #[prost(message, optional, tag = "1")]
     pub auth: Option<ResponseAuthInfo>,
-    /// The callee.
     #[prost(message, optional, tag = "2")]
     pub peer: Option<NodeInfo>,
     /// Clock of the callee, Unix seconds.
@@ -121,7 +119,6 @@ pub struct StoreRequest {
     /// Whether the item goes to the evictable cache.
     #[prost(bool, repeated, tag = "6")]
     pub in_cache: Vec<bool>,
-    /// The caller.
     #[prost(message, optional, tag = "7")]
     pub peer: Option<NodeInfo>,
 }
@@ -135,7 +132,6 @@ pub struct StoreResponse {
     /// One flag per item of the request.
     #[prost(bool, repeated, tag = "2")]
     pub store_ok: Vec<bool>,
-    /// The callee.
     #[prost(message, optional, tag = "3")]
     pub peer: Option<NodeInfo>,
 }
@@ -149,7 +145,6 @@ pub struct FindRequest {
     /// DHTIDs, 20 bytes each.
     #[prost(bytes = "bytes", repeated, tag = "2")]
     pub keys: Vec<Bytes>,
-    /// The caller.
     #[prost(message, optional, tag = "3")]
     pub peer: Option<NodeInfo>,
 }
@@ -160,9 +155,7 @@ pub struct FindRequest {
 pub enum ResultType {
     /// Nothing.
     NotFound = 0,
-    /// A regular value.
     FoundRegular = 1,
-    /// A dictionary.
     FoundDictionary = 2,
 }
 
@@ -195,7 +188,6 @@ pub struct FindResponse {
     /// One result per key of the request.
     #[prost(message, repeated, tag = "2")]
     pub results: Vec<FindResult>,
-    /// The callee.
     #[prost(message, optional, tag = "3")]
     pub peer: Option<NodeInfo>,
 }

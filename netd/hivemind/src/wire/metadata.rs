@@ -37,7 +37,6 @@ pub enum MetadataError {
     Points {
         /// Name of the RPC, one of [`names`].
         rpc: &'static str,
-        /// What it was.
         got: String,
     },
     /// `max_length` is missing or no integer.
@@ -64,11 +63,9 @@ pub enum MetadataError {
     /// Another known key has a wrong type or value.
     #[error("metadata key {key} must be {expected}, got {got}")]
     BadKey {
-        /// The key.
         key: &'static str,
         /// What it should be.
         expected: &'static str,
-        /// What it was.
         got: String,
     },
     /// `args_structure` names a tensor that the request does not have.

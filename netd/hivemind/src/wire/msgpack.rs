@@ -50,12 +50,7 @@ pub enum MsgpackError {
     Trailing(usize),
     /// A bound of [`Limits`] is exceeded.
     #[error("msgpack exceeds the limit of {limit} {what}")]
-    TooLarge {
-        /// The bound.
-        limit: usize,
-        /// What it counts.
-        what: &'static str,
-    },
+    TooLarge { limit: usize, what: &'static str },
     /// The bytes break the format.
     #[error("msgpack is malformed: {0}")]
     Malformed(&'static str),
@@ -66,7 +61,6 @@ pub enum MsgpackError {
 pub enum Value {
     /// Python's `None`.
     Nil,
-    /// A boolean.
     Bool(bool),
     /// Any msgpack integer, `i64::MIN..=u64::MAX`.
     Int(i128),

@@ -24,11 +24,9 @@ pub enum RecordError {
     /// A field is missing or has a wrong type or value.
     #[error("record field {field} must be {expected}, got {got}")]
     Field {
-        /// The field.
         field: &'static str,
         /// What it should be.
         expected: &'static str,
-        /// What it was.
         got: String,
     },
 }
@@ -38,9 +36,7 @@ pub enum RecordError {
 pub enum ServerState {
     /// It ended; the record stays until it expires.
     Offline = 0,
-    /// It loads blocks.
     Joining = 1,
-    /// It serves.
     Online = 2,
 }
 

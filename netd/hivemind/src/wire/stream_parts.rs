@@ -37,7 +37,6 @@ pub fn split(tensor: Tensor, part_bytes: usize) -> impl Iterator<Item = Tensor> 
 /// What one streamed request may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartLimits {
-    /// Tensors.
     pub max_tensors: usize,
     /// Bytes of buffer over all tensors.
     pub max_bytes: usize,
@@ -53,12 +52,7 @@ pub enum PartError {
     NoHeader,
     /// A bound of [`PartLimits`] is exceeded.
     #[error("streamed request exceeds the limit of {limit} {what}")]
-    TooLarge {
-        /// The bound.
-        limit: usize,
-        /// What it counts.
-        what: &'static str,
-    },
+    TooLarge { limit: usize, what: &'static str },
 }
 
 /// Puts the parts of one streamed request together.

@@ -52,7 +52,6 @@ pub enum TensorError {
     /// The compression is not defined for this shape.
     #[error("tensor of shape {shape:?} cannot have compression {compression}")]
     BadShape {
-        /// The shape.
         shape: Vec<usize>,
         /// Number of the compression in messages.
         compression: i32,
@@ -72,7 +71,6 @@ pub enum TensorError {
     /// The buffer does not hold what shape, dtype and compression say.
     #[error("tensor of shape {shape:?} and type {dtype} has a buffer of {actual} bytes")]
     BadBuffer {
-        /// The shape.
         shape: Vec<usize>,
         /// Name of the dtype.
         dtype: &'static str,
@@ -81,12 +79,7 @@ pub enum TensorError {
     },
     /// The tensor has another dtype than the RPC needs.
     #[error("tensor must be {expected}, got {actual}")]
-    WrongDtype {
-        /// Needed.
-        expected: &'static str,
-        /// Found.
-        actual: &'static str,
-    },
+    WrongDtype { expected: &'static str, actual: &'static str },
     /// The destination does not fit the tensor.
     #[error("tensor needs {needed} bytes, its destination has {actual}")]
     WrongDestination {

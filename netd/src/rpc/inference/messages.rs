@@ -10,7 +10,6 @@ use crate::rpc::{Failure, Service};
 /// The caller's messages. While a step is computed one more is read, so that the end of the stream
 /// is seen.
 pub(super) struct Requests {
-    /// Who calls.
     pub peer: PeerId,
     reader: InboundReader,
     ahead: Option<Result<StepMessage, Failure>>,

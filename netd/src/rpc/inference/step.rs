@@ -123,9 +123,7 @@ async fn compute_step(
     let step_id = metadata.step_id.as_deref();
     let hypo_ids = arguments.hypo_ids.as_deref().filter(|_| !session.was_last(step_id));
     let prefix = session.tables.prefix();
-    let plan = session.tables.begin(start, tokens, hypo_ids)?;
-    job.body.prefix_lengths = vec![plan.prefix; plan.tables.len()];
-    (job.body.page_tables, job.body.copies) = (plan.tables, plan.copies);
+    job.body.pages = session.tables.begin(start, tokens, hypo_ids)?;
     if let Some(slot) = open.slot.as_ref().filter(|_| session.tables.prefix() < prefix) {
         // What it writes over is not to be believed if netd dies meanwhile.
         slot.record(service, session, &open.lease);

@@ -138,7 +138,7 @@ async fn a_job_lost_after_its_effects_is_done_again_with_the_same_result() {
     let jobs = rig.memory().jobs.lock().unwrap().clone();
     assert_eq!(jobs.len(), 3);
     assert_eq!(jobs[1], jobs[2]);
-    assert_eq!(jobs[1].copies.len(), 1);
+    assert_eq!(jobs[1].pages.copies.len(), 1);
     session.close().await;
 }
 

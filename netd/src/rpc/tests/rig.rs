@@ -22,7 +22,7 @@ use hivemind::wire::metadata::StepMetadata;
 use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::{BlockIndex, Span};
-use shared::control::{Capacity, DeathCause, FdTag, LinkInit, WorkerUp};
+use shared::control::{DeathCause, FdTag, LinkInit, WorkerUp};
 use shared::dtype::DType;
 use shared::ids::{Generation, GroupId, PageId, WorkerId};
 use shared::job::{Completion, JobBody, JobDescriptor, JobLimits, WorkKind};
@@ -32,6 +32,7 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::Doorbell;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
+use shared::survey::Capacity;
 use tokio::sync::watch;
 
 use crate::rpc::dispatch::Router;
@@ -104,9 +105,7 @@ pub struct Rig {
     pub draining: watch::Sender<bool>,
     pub broken: tokio::sync::mpsc::Receiver<Broken>,
     pub arena: MemfdSegment,
-    /// The server's node.
     pub node: P2p,
-    /// Its address.
     pub address: hivemind::p2p::Multiaddr,
 }
 
@@ -489,7 +488,7 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
     let mut values = vec![0f32; batch * tokens * HIDDEN];
     arena.read(body.input.offset, &mut values).unwrap();
     let mut cells = memory.cells.lock().unwrap();
-    for copy in &body.copies {
+    for copy in &body.pages.copies {
         for block in &body.blocks {
             let source = cells[&(*block, copy.source)];
             let target = cells.entry((*block, copy.destination)).or_insert([f32::NAN; PAGE_TOKENS]);
@@ -499,10 +498,10 @@ fn compute(memory: &Memory, body: &JobBody, arena: &ArenaMap) {
     }
     for (row, all) in values.chunks_mut(tokens * HIDDEN).enumerate() {
         if body.kind.is_step() {
-            let prefix = body.prefix_lengths[row] as usize;
+            let prefix = body.pages.prefixes[row] as usize;
             for (token, state) in all.chunks_mut(HIDDEN).enumerate() {
                 let at = |position: usize| {
-                    (body.page_tables[row][position / PAGE_TOKENS], position % PAGE_TOKENS)
+                    (body.pages.tables[row][position / PAGE_TOKENS], position % PAGE_TOKENS)
                 };
                 for block in &body.blocks {
                     let (page, cell) = at(prefix + token);

@@ -47,7 +47,8 @@ async fn rollback_and_beam_order_reach_the_pages() {
     assert_eq!(firsts(&answer), [234.5, 134.25]);
     let answer = session.step(hidden(2, &[7.0, 8.0]), Some(1), None).await.unwrap();
     assert_eq!(firsts(&answer), [21.0, 22.0]);
-    let copies: usize = rig.memory().jobs.lock().unwrap().iter().map(|job| job.copies.len()).sum();
+    let copies: usize =
+        rig.memory().jobs.lock().unwrap().iter().map(|job| job.pages.copies.len()).sum();
     assert!(copies > 0);
     session.close().await;
 }

@@ -36,7 +36,7 @@ async fn until_wish(node: &Joined, other: &str) -> (Supervisor, String) {
         init.served = Some(span(0, 2));
     });
     let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     assert!(matches!(supervisor.hear().await, FromNetd::ProposedSpan(s) if s == span(0, 2)));
     supervisor.start_worker(1, 1, span(0, 2)).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
@@ -207,7 +207,7 @@ async fn what_earlier_generations_left_behind_is_taken_back() {
         init.retired = vec![span(0, 2), span(3, 4)];
     });
     let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(None), Vec::new()).await;
     let records = [(Offline, 0), (Joining, 1), (Joining, 1), (Offline, 3)];
     until_records(&node, &peer_id, records).await;
 }

@@ -3,7 +3,6 @@
 
 use hivemind::p2p::P2p;
 use shared::config::Throughput;
-use shared::control::Capacity;
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
 use tokio::sync::oneshot;
 
@@ -16,9 +15,9 @@ fn span() -> Span {
 }
 
 /// To the proposed span.
-async fn proposed(supervisor: &mut Supervisor) -> String {
+async fn proposed(supervisor: &mut Supervisor, kept: Option<Capacity>) -> String {
     let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(ToNetd::Model(facts()), Vec::new()).await;
+    supervisor.tell(model(kept), Vec::new()).await;
     assert!(matches!(supervisor.hear().await, FromNetd::ProposedSpan(_)));
     peer_id
 }
@@ -36,8 +35,7 @@ async fn a_server_that_joins_announces_what_was_measured_earlier() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let kept = Capacity { inference_rps: 5.0, forward_rps: 40.0 };
-    supervisor.tell(ToNetd::Kept(kept), Vec::new()).await;
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, Some(kept)).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.inference_rps, joining.forward_rps), (Some(5.0), Some(40.0)));
     assert_eq!(joining.throughput, 40.0 / 2.5);
@@ -47,7 +45,7 @@ async fn a_server_that_joins_announces_what_was_measured_earlier() {
 async fn one_that_was_never_measured_joins_with_the_throughput_of_its_network() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.throughput, joining.forward_rps), (assumed(), None));
 }
@@ -60,7 +58,7 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.rates_dir = Some(folder.path().to_owned());
     });
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     supervisor.start_worker(1, 1, span()).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
     let link = Link::of_system();
@@ -79,7 +77,7 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let mut second = Supervisor::new(node.addrs.clone(), |init| {
         init.config.rates_dir = Some(folder.path().to_owned());
     });
-    let peer_id = proposed(&mut second).await;
+    let peer_id = proposed(&mut second, None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     // A number that went through a file may have lost its last bit.
     let (before, now) = (measured.network_rps.unwrap(), joining.network_rps.unwrap());
@@ -92,7 +90,7 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.link_bits_per_s = Some(16.0 * HIDDEN as f64);
     });
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     supervisor.start_worker(1, 1, span()).await;
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!((online.network_rps, online.throughput), (Some(1.0), 1.0));
@@ -101,7 +99,7 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut bounded = Supervisor::new(node.addrs.clone(), |init| {
         init.config.max_upload_bits_per_s = Some(2e6);
     });
-    let peer_id = proposed(&mut bounded).await;
+    let peer_id = proposed(&mut bounded, None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!(joining.network_rps, Some(2e6 / (16.0 * HIDDEN as f64)));
 
@@ -109,7 +107,7 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut fixed = Supervisor::new(node.addrs.clone(), |init| {
         init.config.throughput = Throughput::Fixed(7.0);
     });
-    let peer_id = proposed(&mut fixed).await;
+    let peer_id = proposed(&mut fixed, None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.network_rps, joining.throughput), (None, 7.0));
 }
@@ -120,7 +118,7 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.throughput = Throughput::DryRun;
     });
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     supervisor.start_worker(1, 1, span()).await;
     let rated = tokio::time::timeout(3 * DEADLINE, supervisor.from.recv()).await;
     let Ok(Some(FromNetd::Rated(rating))) = rated else { panic!("{rated:?}") };
@@ -134,7 +132,7 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
         init.config.throughput = Throughput::DryRun;
         init.config.link_bits_per_s = Some(16.0 * HIDDEN as f64);
     });
-    proposed(&mut alone).await;
+    proposed(&mut alone, None).await;
     alone.start_worker(1, 1, span()).await;
     let FromNetd::Rated(rating) = alone.hear().await else { panic!("no rating") };
     assert_eq!(rating.network.source, RateSource::Operator);
@@ -151,7 +149,7 @@ async fn the_monitor_is_asked_before_clients_can_come() {
     .await;
     let url = monitor.url.clone();
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.monitor = Some(url));
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     assert_eq!(monitor.requests(), [], "not before there is something to serve");
     supervisor.start_worker(1, 1, span()).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Online));
@@ -168,7 +166,7 @@ async fn a_server_that_the_monitor_cannot_reach_ends_with_advice() {
     .await;
     let url = monitor.url.clone();
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.monitor = Some(url));
-    proposed(&mut supervisor).await;
+    proposed(&mut supervisor, None).await;
     supervisor.start_worker(1, 1, span()).await;
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
@@ -211,7 +209,7 @@ async fn the_record_follows_when_peers_can_no_longer_dial_this_server_and_when_t
         |_| {},
         |inbox, outbox| tokio::spawn(tapped(inbox, outbox, tap)),
     );
-    let peer_id = proposed(&mut supervisor).await;
+    let peer_id = proposed(&mut supervisor, None).await;
     let p2p = tapped_node.await.unwrap();
     supervisor.start_worker(1, 1, span()).await;
     let online = until_state(&node, &peer_id, ServerState::Online).await;

@@ -13,7 +13,7 @@ use crate::sessions::pool::KvRequest;
 struct Memory(HashMap<PageId, [Option<u64>; PAGE_TOKENS]>);
 
 impl Memory {
-    fn apply(&mut self, plan: &StepPlan, rows: &[Vec<u64>]) {
+    fn apply(&mut self, plan: &StepPages, rows: &[Vec<u64>]) {
         for copy in &plan.copies {
             let source = self.0[&copy.source];
             let target = self.0.entry(copy.destination).or_insert([None; PAGE_TOKENS]);
@@ -22,7 +22,7 @@ impl Memory {
         }
         for (table, tokens) in plan.tables.iter().zip(rows) {
             for (offset, token) in tokens.iter().enumerate() {
-                let position = plan.prefix as usize + offset;
+                let position = plan.prefixes[0] as usize + offset;
                 let page =
                     self.0.entry(table[position / PAGE_TOKENS]).or_insert([None; PAGE_TOKENS]);
                 page[position % PAGE_TOKENS] = Some(*token);
@@ -55,7 +55,7 @@ fn restored_tables_go_on_as_the_tables_before_and_forged_ones_are_refused() {
     let mut after = restore(rows.clone(), 22, 100).unwrap();
     let plans = [&mut before, &mut after].map(|of| of.begin(Some(17), 9, Some(&[2, 0, 0])));
     let [one, other] = plans.map(Result::unwrap);
-    assert_eq!((one.prefix, &one.copies.len()), (other.prefix, &other.copies.len()));
+    assert_eq!((&one.prefixes, one.copies.len()), (&other.prefixes, other.copies.len()));
     check_plan(&other, 9);
     let mut twice = rows.clone();
     twice[0][1] = twice[0][0];
@@ -74,10 +74,10 @@ fn restored_tables_go_on_as_the_tables_before_and_forged_ones_are_refused() {
     }
 }
 
-fn check_plan(plan: &StepPlan, tokens: u32) {
+fn check_plan(plan: &StepPages, tokens: u32) {
     let mut written = Vec::new();
     for table in &plan.tables {
-        let range = JobBody::written_pages(plan.prefix, tokens);
+        let range = JobBody::written_pages(plan.prefixes[0], tokens);
         assert_eq!(table.len(), range.end);
         written.extend_from_slice(&table[range]);
     }
@@ -96,7 +96,10 @@ fn decode_appends_to_the_last_page_and_takes_the_next_at_its_end() {
     let mut tables = tables(1, 40);
     for position in 0..40 {
         let plan = tables.begin(None, 1, None).unwrap();
-        assert_eq!((plan.prefix, plan.tables[0].len()), (position, position as usize / 16 + 1));
+        assert_eq!(
+            (plan.prefixes[0], plan.tables[0].len()),
+            (position, position as usize / 16 + 1)
+        );
         assert_eq!(plan.copies, []);
         tables.commit();
     }
@@ -200,7 +203,7 @@ proptest! {
                 (0..u64::from(tokens)).map(|i| next_token + i).collect()
             }).collect();
             for row in &mut plain {
-                row.truncate(plan.prefix as usize);
+                row.truncate(plan.prefixes[0] as usize);
             }
             let times = if step.committed { step.applied.max(1) } else { step.applied };
             for _ in 0..times {

@@ -1,9 +1,10 @@
 use std::time::Duration;
 
-use shared::control::{Capacity, FdTag, LinkInit};
+use shared::control::{FdTag, LinkInit};
 use shared::ids::GroupId;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
+use shared::survey::Capacity;
 use tokio::time::timeout;
 
 use super::super::arena::{ArenaMemory, SlotClass, plan};

@@ -24,7 +24,6 @@ pub struct SessionShape {
     pub first_block: u32,
     /// How many blocks it has.
     pub blocks: u32,
-    /// Its sequences.
     pub rows: u32,
     /// Tokens that each of them may have.
     pub max_length: u32,
@@ -76,9 +75,7 @@ pub struct Minute {
 /// What the server announces.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Announced {
-    /// Its state.
     pub state: Announcement,
-    /// The blocks.
     pub span: Option<Span>,
     /// The throughput by which servers choose blocks.
     pub throughput: f64,
@@ -95,7 +92,6 @@ pub struct Announced {
 pub struct BlockCoverage {
     /// Servers that are online, this one included.
     pub servers: u32,
-    /// Their throughputs together.
     pub throughput: f32,
 }
 
@@ -121,7 +117,6 @@ pub struct NetdFigures {
     pub sessions_parked: u64,
     /// Peers that are connected.
     pub peers: u64,
-    /// What is announced.
     pub announced: Announced,
 }
 
@@ -132,7 +127,6 @@ pub struct NetdSnapshot {
     pub figures: NetdFigures,
     /// Open sessions, the oldest first; at most [`SESSION_ROWS`].
     pub sessions: Vec<SessionSnapshot>,
-    /// The swarm.
     pub coverage: Coverage,
 }
 

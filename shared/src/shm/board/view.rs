@@ -40,7 +40,6 @@ impl Restarts {
 /// One child at about one time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChildSnapshot {
-    /// Its slot.
     pub slot: u32,
     /// How often it was started.
     pub generation: Generation,
@@ -48,7 +47,6 @@ pub struct ChildSnapshot {
     pub role: Option<Role>,
     /// Its process id; 0 before it was spawned.
     pub pid: u32,
-    /// Its state.
     pub state: ChildState,
     /// Which worker, if it is one.
     pub worker: Option<WorkerId>,

@@ -148,7 +148,6 @@ words! {
         Hang = 2, "hang";
         /// It crashed: a fault of its own ended it by a signal.
         Crash = 3, "crash";
-        /// Its device failed.
         Device = 4, "device";
         /// It said why it cannot go on, and ended.
         Exit = 5, "exit";
@@ -168,7 +167,6 @@ words! {
         Joining = 1, "joining";
         /// Clients can come.
         Online = 2, "online";
-        /// It leaves.
         Offline = 3, "offline";
     }
 }

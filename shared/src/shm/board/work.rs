@@ -17,7 +17,6 @@ const FREEZING: u64 = 273;
 /// Jobs of one kind that a worker has answered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkCounts {
-    /// Jobs.
     pub jobs: u64,
     /// Tokens of all their rows.
     pub tokens: u64,
@@ -47,7 +46,6 @@ pub struct WorkSnapshot {
     pub batches: [u64; BATCH_BUCKETS],
     /// Rows of all decode units.
     pub batch_rows: u64,
-    /// Its device.
     pub device: DeviceFigures,
 }
 
@@ -84,7 +82,6 @@ impl WorkSnapshot {
         })
     }
 
-    /// Decode units.
     pub fn decode_units(&self) -> u64 {
         self.batches.iter().fold(0, |sum, units| sum.saturating_add(*units))
     }

@@ -79,7 +79,6 @@ pub const DEVICE_FLAG_BYTES: usize = 16 * 64 * 8;
 /// What a group is, as the supervisor says it. Everything else in a segment is bounded by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupShape {
-    /// The group.
     pub group: GroupId,
     /// How often it was started.
     pub generation: Generation,

@@ -45,7 +45,6 @@ pub enum GroupMapError {
     /// The rank or the number of doorbells does not fit the group.
     #[error("rank {rank} with {doorbells} doorbells does not fit a group of {world}")]
     BadRank {
-        /// The rank.
         rank: Rank,
         /// Doorbells that came.
         doorbells: usize,

@@ -71,7 +71,6 @@ impl SmallSegment {
         Ok(SmallSegment { memory: Memory::Opened(mapping), len, name: name.to_owned() })
     }
 
-    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }

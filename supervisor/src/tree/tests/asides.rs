@@ -14,7 +14,7 @@ impl Rig {
         }
         rig.die(worker(1), SIGSEGV);
         assert_eq!(rig.state(worker(1)), Lifecycle::Held { reason: ExitReason::RestartLimit });
-        assert_eq!(rig.told(NETD).last(), Some(&&Down::Shrink(span(0, 4))));
+        assert_eq!(rig.told(NETD).last(), Some(&&Netd(ToNetd::Shrink(span(0, 4)))));
         assert!(rig.complaints()[0].ends_with("; its device is tried again in 100 s"));
         rig
     }
@@ -35,7 +35,7 @@ fn a_device_that_was_put_aside_is_tried_again_and_serves() {
     assert!(rig.tree.standing().ready);
     rig.worker_ready(1);
     assert!(
-        matches!(rig.told(NETD)[..], [Down::WorkerUp { .. }, Down::Grow(grown)] if *grown == span(0, 8))
+        matches!(rig.told(NETD)[..], [Down::WorkerUp { .. }, Netd(ToNetd::Grow(grown))] if *grown == span(0, 8))
     );
     assert_eq!(rig.tree.rest(), Some(span(0, 8)));
     // From now on it may fail as often as any other.
@@ -58,7 +58,11 @@ fn pauses_grow_while_it_fails_and_the_rest_serves() {
     for _ in 0..8 {
         rig.tried(pause);
         rig.die(worker(1), SIGSEGV);
-        assert!(rig.told(NETD).iter().all(|down| !matches!(down, Down::Shrink(_) | Down::Grow(_))));
+        assert!(
+            rig.told(NETD)
+                .iter()
+                .all(|down| !matches!(down, Netd(ToNetd::Shrink(_)) | Netd(ToNetd::Grow(_))))
+        );
         pause = (2 * pause).min(3600 * SEC);
         let said = format!("tried again in {} s", pause.as_secs());
         assert!(rig.complaints()[0].ends_with(&said), "{:?}", rig.complaints());
@@ -87,7 +91,7 @@ fn a_netd_that_starts_meanwhile_learns_what_may_come_back() {
     assert_eq!((*served, *whole), (Some(span(0, 4)), Some(span(0, 8))));
     rig.netd_listens();
     rig.wait(FIRST).worker_ready(1);
-    assert_eq!(rig.told(NETD).last(), Some(&&Down::Grow(span(0, 8))));
+    assert_eq!(rig.told(NETD).last(), Some(&&Netd(ToNetd::Grow(span(0, 8)))));
 }
 
 #[test]

@@ -6,12 +6,12 @@ use super::*;
 fn a_dead_worker_that_had_served_is_reported_and_restarted_at_once_with_new_rings() {
     let mut rig = Rig::online(1);
     rig.die(worker(0), SIGKILL);
-    let down = Down::WorkerDown {
+    let down = Netd(ToNetd::WorkerDown {
         worker: WorkerId::solo(GroupId(0)),
         generation: Generation(1),
         cause: DeathCause::Outside,
         restarting: true,
-    };
+    });
     assert_eq!(rig.told(NETD), [&down]);
     assert_eq!(rig.spawned(), [(worker(0), 2)]);
     rig.say(worker(0), Up::Worker(FromWorker::Ready(Capacity::default())));
@@ -29,7 +29,9 @@ fn a_crash_of_its_own_is_told_apart_from_a_kill() {
     ] {
         let mut rig = Rig::online(1);
         rig.die(worker(0), end.clone());
-        let [Down::WorkerDown { cause: told, .. }] = rig.told(NETD)[..] else { panic!("{end:?}") };
+        let [Netd(ToNetd::WorkerDown { cause: told, .. })] = rig.told(NETD)[..] else {
+            panic!("{end:?}")
+        };
         assert_eq!(*told, cause, "{end:?}");
     }
 }
@@ -47,7 +49,7 @@ fn pauses_double_and_too_many_deaths_hold_the_worker() {
     assert_eq!(rig.state(worker(0)), Lifecycle::Held { reason: ExitReason::RestartLimit });
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerDown { restarting: false, .. }, Down::Shrink(_)]
+        [Netd(ToNetd::WorkerDown { restarting: false, .. }), Netd(ToNetd::Shrink(_))]
     ));
     assert_eq!(rig.finished(), None, "the other worker goes on");
 }
@@ -112,11 +114,11 @@ fn a_worker_lost_for_good_shrinks_the_span_of_netd_which_stays() {
     assert!(matches!(
         rig.told(NETD)[..],
         [
-            Down::WorkerDown {
+            Netd(ToNetd::WorkerDown {
                 restarting: false,
                 ..
-            },
-            Down::Shrink(rest)
+            }),
+            Netd(ToNetd::Shrink(rest))
         ] if *rest == span(0, 4)
     ));
     assert!(matches!(rig.state(NETD), Lifecycle::Ready { .. }));
@@ -137,7 +139,10 @@ fn a_netd_that_was_not_ready_when_a_worker_was_lost_hears_it_with_the_model() {
     assert!(rig.told(NETD).is_empty(), "it does not know the model yet");
     rig.netd_listens();
     let last: Vec<_> = rig.told(NETD).into_iter().cloned().collect();
-    assert!(last.contains(&Down::Shrink(span(4, 8))), "it was started with all blocks: {last:?}");
+    assert!(
+        last.contains(&Netd(ToNetd::Shrink(span(4, 8)))),
+        "it was started with all blocks: {last:?}"
+    );
 }
 
 #[test]
@@ -156,7 +161,7 @@ fn a_worker_that_wrote_nonsense_is_killed_once_and_is_to_blame() {
     rig.die(worker(0), SIGKILL);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerDown { cause: DeathCause::SelfInflicted, restarting: true, .. }]
+        [Netd(ToNetd::WorkerDown { cause: DeathCause::SelfInflicted, restarting: true, .. })]
     ));
 }
 
@@ -203,7 +208,10 @@ fn a_worker_without_progress_is_killed_and_blames_nobody() {
     });
     assert_eq!(killed, Some(vec![worker(0)]));
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { cause: DeathCause::Outside, .. }]));
+    assert!(matches!(
+        rig.told(NETD)[..],
+        [Netd(ToNetd::WorkerDown { cause: DeathCause::Outside, .. })]
+    ));
 }
 
 /// Whether worker 0, dead now, comes back without warpgroups.
@@ -287,13 +295,13 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     assert_eq!(rig.state(worker(0)), Lifecycle::Unkillable);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerUnkillable { .. }, Down::Shrink(rest)] if *rest == span(4, 8)
+        [Netd(ToNetd::WorkerUnkillable { .. }), Netd(ToNetd::Shrink(rest))] if *rest == span(4, 8)
     ));
     rig.die(NETD, SIGKILL).netd_listens();
     assert_eq!(rig.tree.deadline(), None);
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
+    assert!(matches!(rig.told(NETD)[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]));
 }
 
 #[test]

@@ -12,7 +12,7 @@ fn online() -> Rig {
     policy.fallback = Some(Device::Cpu);
     let mut rig = Rig { tree: Tree::new(policy), ..Rig::new(0) };
     rig.on(Event::Start).netd_listens();
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));
@@ -49,7 +49,7 @@ fn the_fallback_takes_over_what_a_device_served() {
     let ChildId::Worker(id) = worker(0) else { panic!("a worker") };
     assert!(rig.last.contains(&Action::DropWorker(id)), "other pages: {:?}", rig.last);
     let told = rig.told(NETD);
-    assert!(matches!(told[..], [Down::WorkerDown { restarting: false, .. }]), "{told:?}");
+    assert!(matches!(told[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]), "{told:?}");
     let [complaint] = rig.complaints()[..] else { panic!("{:?}", rig.complaints()) };
     assert!(complaint.contains("cuda:0 failed too often"), "{complaint}");
     assert!(complaint.contains("cpu serves blocks 0:8 in its place"), "{complaint}");

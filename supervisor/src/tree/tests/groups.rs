@@ -5,7 +5,7 @@ use super::*;
 fn down(generation: u32, cause: DeathCause, restarting: bool) -> Down {
     let group = GroupId(0);
     let worker = WorkerId { group, rank: Rank(0), world_size: WorldSize(2) };
-    Down::WorkerDown { worker, generation: Generation(generation), cause, restarting }
+    Netd(ToNetd::WorkerDown { worker, generation: Generation(generation), cause, restarting })
 }
 
 fn link(netd: u32) -> Down {
@@ -96,7 +96,7 @@ fn the_fault_is_that_of_the_rank_that_ended_first() {
         let mut rig = Rig::groups_online(1);
         rig.die(rank(1), first.clone());
         rig.die(rank(0), second);
-        let [Down::WorkerDown { cause: told, .. }] = rig.told(NETD)[..] else {
+        let [Netd(ToNetd::WorkerDown { cause: told, .. })] = rig.told(NETD)[..] else {
             panic!("{first:?}")
         };
         assert_eq!(*told, cause, "{first:?}");
@@ -273,7 +273,7 @@ fn a_rank_that_is_held_holds_its_group_and_the_rest_of_the_span_is_served() {
         }
         let told = rig.told(NETD);
         assert!(
-            matches!(told[..], [Down::WorkerDown { restarting: false, .. }, Down::Shrink(rest)] if *rest == span(0, 4)),
+            matches!(told[..], [Netd(ToNetd::WorkerDown { restarting: false, .. }), Netd(ToNetd::Shrink(rest))] if *rest == span(0, 4)),
             "{told:?}"
         );
         assert!(rig.complaints()[0].contains(&format!("gpu-worker 1.{index}")));
@@ -303,19 +303,19 @@ fn a_rank_that_survives_sigkill_keeps_its_group_from_another_start() {
     assert_eq!(rig.state(rank(1)), Lifecycle::Unkillable);
     assert!(matches!(
         rig.told(NETD)[..],
-        [Down::WorkerUnkillable { .. }, Down::Shrink(rest)] if *rest == span(4, 8)
+        [Netd(ToNetd::WorkerUnkillable { .. }), Netd(ToNetd::Shrink(rest))] if *rest == span(4, 8)
     ));
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
     assert!(rig.dropped_groups().is_empty(), "it may still write");
     rig.die(rank(1), SIGKILL);
-    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
+    assert!(matches!(rig.told(NETD)[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]));
 }
 
 #[test]
 fn a_group_moves_as_one() {
     let mut rig = Rig::of_groups(1);
     rig.on(Event::Start).netd_listens();
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 4))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0)).group_ready(0);
@@ -348,7 +348,8 @@ fn speeds_of_the_ranks_of_a_group_add_up() {
     let mut rig = Rig::of_groups(2);
     rig.on(Event::Start);
     let rates = vec![3.0, 3.0, 1.0, 1.0];
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Speeds { rates, cuts: Vec::new() }));
+    let speeds = Some(Speeds { rates, cuts: Vec::new() });
+    rig.say(PREPARE, surveyed(Survey { speeds, ..survey() }));
     let rates: Vec<f64> = rig.tree.policy.shares.iter().map(|share| share.rate).collect();
     assert_eq!(rates, [6.0, 2.0]);
 }

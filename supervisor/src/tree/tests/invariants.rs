@@ -121,7 +121,7 @@ impl Witness {
                     );
                 }
             }
-            Down::WorkerDown { worker, generation, .. } => {
+            Netd(ToNetd::WorkerDown { worker, generation, .. }) => {
                 let of_group = |(live, of): &(ChildId, Generation)| {
                     of == generation && group_of(*live) == Some(worker.group)
                 };
@@ -152,7 +152,7 @@ fn any_end() -> impl Strategy<Value = ExitStatus> {
 fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
     let failed = || (ExitReason::BadConfig, "bad".to_owned());
     prop_oneof![
-        Just((PREPARE, Up::Prepare(FromPrepare::Inspected(facts())))),
+        Just((PREPARE, surveyed(survey()))),
         Just((PREPARE, Up::Prepare(FromPrepare::Prepared))),
         Just((PREPARE, Up::Prepare(FromPrepare::Progress(PROGRESS)))),
         Just((

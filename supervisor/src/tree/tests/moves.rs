@@ -11,7 +11,7 @@ impl Rig {
         let mut rig = Rig::new(devices);
         rig.on(Event::Start);
         rig.netd_listens();
-        rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+        rig.say(PREPARE, surveyed(survey()));
         rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 4))));
         rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
         rig.die(PREPARE, ExitStatus::Code(0));
@@ -29,7 +29,7 @@ impl Rig {
     /// A move until the driver is asked for room.
     fn until_asked(&mut self) -> &mut Rig {
         self.netd_says(FromNetd::Move(span(TO.0, TO.1)));
-        self.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+        self.say(PREPARE, surveyed(survey()));
         self.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
         assert!(self.last.contains(&Action::AskRoom(span(TO.0, TO.1))));
         self.die(PREPARE, ExitStatus::Code(0))
@@ -50,7 +50,7 @@ impl Rig {
 
     fn failed_move(&self) -> bool {
         let told = self.told(NETD);
-        told.iter().any(|down| matches!(down, Down::MoveFailed { .. }))
+        told.iter().any(|down| matches!(down, Netd(ToNetd::MoveFailed { .. })))
     }
 
     /// What a new netd was told to serve, and what it may still serve for callers who have not
@@ -76,7 +76,7 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
         rig.told(PREPARE),
         [&Down::Init(Init::Prepare(vec![vec![Device::Cpu]])), &Down::Span(span(4, 8))]
     );
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));
     rig.on(Event::Room(span(4, 8), None));
@@ -99,7 +99,7 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
     assert_eq!(rig.told(worker(0)), [&Down::Drain]);
     rig.die(worker(0), ExitStatus::Code(0));
     assert_eq!(rig.dropped(), [worker(0)]);
-    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
+    assert!(matches!(rig.told(NETD)[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]));
     assert!(!rig.wanted(worker(0)));
 }
 
@@ -153,7 +153,7 @@ impl Rig {
     fn until_replaced(&mut self) -> &mut Rig {
         self.until_asked();
         self.on(Event::Room(span(4, 8), Some("no memory".into())));
-        assert_eq!(self.told(NETD), [&Down::MakeRoom(span(4, 8))]);
+        assert_eq!(self.told(NETD), [&Netd(ToNetd::MakeRoom(span(4, 8)))]);
         assert!(self.spawned().is_empty());
         self.netd_says(FromNetd::Vacated);
         assert_eq!(self.told(worker(0)), [&Down::Drain]);

@@ -14,7 +14,7 @@ impl Rig {
     fn until_vacated() -> Rig {
         let mut rig = Rig::online(2);
         rig.ordered(Order::Pause(PATIENCE));
-        assert_eq!(rig.told(NETD), [&Down::Pause(PATIENCE)]);
+        assert_eq!(rig.told(NETD), [&Netd(ToNetd::Pause { patience: PATIENCE })]);
         assert!(rig.told(worker(0)).is_empty(), "sessions may go on");
         rig.say(NETD, Up::Netd(FromNetd::Vacated));
         assert_eq!(rig.told(worker(0)), [&Down::Drain]);
@@ -45,9 +45,9 @@ fn a_pause_ends_the_workers_and_its_end_is_a_new_start_of_them() {
     assert!(rig.wait(3600 * SEC).spawned().is_empty());
     assert!(rig.tree.goes_on() && rig.finished().is_none() && !rig.tree.standing().ready);
     rig.ordered(Order::Resume);
-    assert_eq!(rig.told(NETD), [&Down::Resume(span(0, 8))]);
+    assert_eq!(rig.told(NETD), [&Netd(ToNetd::Resume(span(0, 8)))]);
     assert_eq!(rig.spawned(), [(PREPARE, 2)], "blocks may have left the cache");
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     assert_eq!(rig.spawned(), [(worker(0), 2), (worker(1), 2)]);
     assert!(rig.refused(Order::Pause(PATIENCE)).contains("not online yet"));
@@ -88,9 +88,13 @@ fn netd_that_dies_during_a_pause_is_told_of_it_at_its_start() {
     rig.die(NETD, SIGKILL);
     assert!(is_paused(&rig));
     rig.netd_listens();
-    assert!(!rig.told(NETD).iter().any(|down| matches!(down, Down::Pause(_) | Down::Resume(_))));
+    assert!(
+        !rig.told(NETD)
+            .iter()
+            .any(|down| matches!(down, Netd(ToNetd::Pause { .. }) | Netd(ToNetd::Resume(_))))
+    );
     rig.ordered(Order::Resume);
-    assert!(rig.told(NETD).contains(&&Down::Resume(span(0, 8))));
+    assert!(rig.told(NETD).contains(&&Netd(ToNetd::Resume(span(0, 8)))));
 
     let mut rig = Rig::online(1);
     rig.ordered(Order::Pause(PATIENCE));
@@ -100,7 +104,10 @@ fn netd_that_dies_during_a_pause_is_told_of_it_at_its_start() {
     assert!(rig.told(NETD).is_empty(), "it does not know the model yet");
     rig.netd_listens();
     let told = rig.told(NETD);
-    assert!(matches!(told[..], [Down::Model(_), .., Down::Resume(_)]), "{told:?}");
+    assert!(
+        matches!(told[..], [Netd(ToNetd::Model { .. }), .., Netd(ToNetd::Resume(_))]),
+        "{told:?}"
+    );
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Groups that lose a device for good: the others serve their blocks.
 
-use shared::control::DeviceMemory;
 use shared::model::RankShare;
+use shared::survey::DeviceMemory;
 
 use super::*;
 
@@ -37,8 +37,7 @@ fn online(groups: u16, size: u16) -> Rig {
     let mut rig = Rig { tree: Tree::new(policy), ..Rig::new(0) };
     rig.on(Event::Start).netd_listens();
     let told = vec![ranks(size.into()); groups.into()];
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Groups(told)));
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(Survey { ranks: told, ..survey() }));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));
@@ -74,8 +73,7 @@ impl Rig {
 
     /// prepare decides about what is left of a group, and ends.
     fn shares_told(&mut self, count: u32) -> Vec<Action> {
-        self.say(PREPARE, Up::Prepare(FromPrepare::Groups(vec![ranks(count)])));
-        self.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+        self.say(PREPARE, surveyed(Survey { ranks: vec![ranks(count)], ..survey() }));
         let actions = self.last.clone();
         assert!(actions.contains(&Action::Tell(PREPARE, Down::Drain)));
         self.die(PREPARE, ExitStatus::Code(0));
@@ -102,7 +100,7 @@ fn the_devices_that_are_left_share_the_blocks_as_prepare_decides() {
     assert_eq!(spawns(&actions), [PREPARE]);
     assert_eq!(rig.told(PREPARE), [&asked(&[0, 2])]);
     let told = rig.told(NETD);
-    assert!(matches!(told[..], [Down::WorkerDown { restarting: false, .. }]), "{told:?}");
+    assert!(matches!(told[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]), "{told:?}");
     assert_eq!(rig.last.iter().filter(|a| matches!(a, Action::DropWorker(_))).count(), 3);
     let complaint = rig.complaints()[0];
     assert!(complaint.contains("rank 1 of group 0 (cpu:1) is not restarted: SIGSEGV"));
@@ -170,7 +168,9 @@ fn other_groups_go_on_and_two_losses_are_decided_one_after_the_other() {
     assert_eq!(rig.told(PREPARE), [&asked(&[4, 5])]);
     let actions = rig.loses(2, 2, 3);
     assert!(spawns(&actions).is_empty(), "prepare works for the other group");
-    assert!(!rig.last.iter().any(|action| matches!(action, Action::Tell(_, Down::Shrink(_)))));
+    assert!(
+        !rig.last.iter().any(|action| matches!(action, Action::Tell(_, Netd(ToNetd::Shrink(_)))))
+    );
     let actions = rig.shares_told(2);
     assert_eq!(spawns(&actions), [of(1, 0, 2), of(1, 1, 2)]);
     assert_eq!(rig.told(PREPARE), [&asked(&[6, 7])], "the second after the first");
@@ -200,7 +200,7 @@ fn what_does_not_fit_any_more_is_left_beside_the_other_groups() {
     rig.loses(1, 1, 3);
     rig.shares_told(2);
     let tells: Vec<_> = rig.witness.told_netd();
-    assert!(tells.contains(&Down::Shrink(span(0, 6))), "{tells:?}");
+    assert!(tells.contains(&Netd(ToNetd::Shrink(span(0, 6)))), "{tells:?}");
     rig.comes_up(1, 2);
     let [Down::WorkerUp { placement, .. }] = rig.told(NETD)[..] else { panic!("{:?}", rig.last) };
     assert_eq!(placement.span, span(4, 6), "beside the blocks of the other group");
@@ -208,8 +208,7 @@ fn what_does_not_fit_any_more_is_left_beside_the_other_groups() {
     let mut rig = online(1, 3);
     rig.tree.policy.memory.available_bytes = Some(1);
     rig.loses(0, 1, 3);
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Groups(vec![ranks(2)])));
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(Survey { ranks: vec![ranks(2)], ..survey() }));
     assert_eq!(rig.complaints(), ["no block of 0:8 fits into the memory of cpu:0 + cpu:2"]);
     rig.die(PREPARE, ExitStatus::Code(0));
     assert_eq!(rig.die(NETD, ExitStatus::Code(0)).finished(), Some(ExitReason::OutOfMemory));
@@ -231,7 +230,7 @@ fn what_cannot_be_shared_by_those_that_are_left_is_one_sentence() {
     let mut rig = online(2, 3);
     rig.loses(1, 1, 3);
     rig.say(PREPARE, failed()).die(PREPARE, bad);
-    assert_eq!(rig.told(NETD), [&Down::Shrink(span(0, 4))], "the other group goes on");
+    assert_eq!(rig.told(NETD), [&Netd(ToNetd::Shrink(span(0, 4)))], "the other group goes on");
     assert!(rig.complaints()[0].contains("15 query heads"));
     assert!(rig.wait(1000 * SEC).spawned().is_empty());
 }
@@ -262,8 +261,7 @@ fn prepare_tells_what_the_units_of_a_device_that_is_left_need() {
     (memory.workers, memory.devices) = (4, (0..4).map(|ordinal| card(ordinal, 10)).collect());
     let actions = rig.loses(1, 0, 2);
     assert_eq!(spawns(&actions), [PREPARE], "also for a device that is alone");
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Devices(vec![card(3, 25)])));
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(Survey { devices: vec![card(3, 25)], ..survey() }));
     assert_eq!(spawns(&rig.last), [of(1, 0, 1)]);
     let needs: Vec<u64> =
         rig.tree.policy.memory.devices.iter().map(|device| device.work_bytes).collect();
@@ -287,7 +285,7 @@ fn a_move_is_given_up_for_a_loss_and_refused_until_it_is_mended() {
     rig.say(NETD, Up::Netd(FromNetd::Move(to)));
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
     rig.loses(0, 1, 3);
-    let failed = |down: &&Down| matches!(down, Down::MoveFailed { .. });
+    let failed = |down: &&Down| matches!(down, Netd(ToNetd::MoveFailed { .. }));
     assert!(rig.told(NETD).iter().any(failed), "{:?}", rig.last);
     assert_eq!(rig.killed(), [PREPARE]);
     rig.die(PREPARE, SIGKILL);

@@ -12,15 +12,15 @@ fn prepare_and_netd_start_at_once() {
 fn netd_learns_the_model_when_both_sides_are_there() {
     let mut rig = Rig::new(1);
     rig.on(Event::Start);
-    assert!(rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts()))).told(NETD).is_empty());
-    assert_eq!(rig.netd_listens().told(NETD), [&Down::Model(facts())]);
+    assert!(rig.say(PREPARE, surveyed(survey())).told(NETD).is_empty());
+    assert_eq!(rig.netd_listens().told(NETD), [&model(None)]);
 }
 
 #[test]
 fn the_proposed_span_is_prepared_and_cut_among_the_devices() {
     let mut rig = Rig::new(2);
     rig.on(Event::Start).netd_listens();
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(2, 8))));
     assert_eq!(rig.told(PREPARE), [&Down::Span(span(2, 8))]);
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
@@ -58,7 +58,7 @@ fn a_block_range_outside_the_model_is_refused_with_both_numbers() {
     let mut rig = Rig::new(1);
     rig.tree.policy.span = SpanChoice::Fixed(span(4, 40));
     rig.on(Event::Start);
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     let complaint = rig.complaints().join("");
     assert!(complaint.contains("4:40") && complaint.contains("0:8"), "{complaint}");
 }
@@ -75,7 +75,7 @@ fn a_child_that_does_not_become_ready_is_killed_and_restarted() {
 fn prepare_that_dies_early_is_started_again_and_gets_its_span_again() {
     let mut rig = Rig::new(1);
     rig.on(Event::Start).netd_listens();
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.die(PREPARE, SIGKILL);
     assert_eq!(rig.spawned(), [(PREPARE, 2)]);
@@ -91,9 +91,9 @@ fn a_model_that_does_not_fit_is_served_in_part() {
     let need = memory(None).need(&facts());
     rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
     rig.on(Event::Start);
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     rig.netd_listens();
-    assert_eq!(rig.told(NETD), [&Down::Fits(5), &Down::Model(facts())]);
+    assert_eq!(rig.told(NETD), [&model(Some(5))]);
 }
 
 #[test]
@@ -102,18 +102,15 @@ fn what_devices_hold_counts_once_however_often_prepare_tells() {
     rig.tree.policy.memory = memory(Some(u64::MAX));
     rig.tree.policy.memory.workers = 1;
     let device = |free_bytes| {
-        Up::Prepare(FromPrepare::Devices(vec![DeviceMemory {
-            device: Device::Emulator(0),
-            free_bytes,
-            work_bytes: 0,
-        }]))
+        let card = DeviceMemory { device: Device::Emulator(0), free_bytes, work_bytes: 0 };
+        surveyed(Survey { devices: vec![card], ..survey() })
     };
     rig.on(Event::Start);
     rig.say(PREPARE, device(1 << 50));
     rig.say(PREPARE, device(1));
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    assert_eq!(rig.tree.policy.memory.devices[0].free_bytes, 1 << 50);
     rig.netd_listens();
-    assert_eq!(rig.told(NETD), [&Down::Model(facts())]);
+    assert_eq!(rig.told(NETD), [&model(None)]);
 }
 
 #[test]
@@ -123,7 +120,7 @@ fn blocks_that_do_not_fit_end_the_run_with_the_arithmetic() {
     let need = memory(None).need(&facts());
     rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
     rig.on(Event::Start);
-    rig.say(PREPARE, Up::Prepare(FromPrepare::Inspected(facts())));
+    rig.say(PREPARE, surveyed(survey()));
     let complaint = rig.complaints().join("");
     assert!(complaint.contains("5 would fit"), "{complaint}");
 }

@@ -16,7 +16,7 @@ fn a_worker_that_dies_while_netd_drains_is_reported_and_not_restarted() {
     let mut rig = Rig::online(1);
     rig.on(Event::Stop);
     rig.die(worker(0), SIGKILL);
-    assert!(matches!(rig.told(NETD)[..], [Down::WorkerDown { restarting: false, .. }]));
+    assert!(matches!(rig.told(NETD)[..], [Netd(ToNetd::WorkerDown { restarting: false, .. })]));
     assert!(rig.wait(10 * SEC).spawned().is_empty());
 }
 

@@ -46,7 +46,7 @@ fn workers_are_replaced_one_by_one_and_netd_last() {
     assert!(rig.killed().is_empty(), "sessions are open");
     assert!(rig.tree.waits_for_idle());
     assert!(rig.wait(PATIENCE - SEC).killed().is_empty());
-    assert_eq!(rig.wait(SEC).told(NETD), [&Down::Replace]);
+    assert_eq!(rig.wait(SEC).told(NETD), [&Netd(ToNetd::Replace)]);
     assert_eq!(rig.tree.replaces().unwrap(), "replacing netd");
     rig.die(NETD, CLEAN);
     assert_eq!(rig.spawned().len(), 1, "at once");
@@ -76,7 +76,7 @@ fn replacing_counts_for_no_limit() {
         rig = handed_over(rig);
         assert_eq!(rig.killed(), [worker(0)]);
         rig.die(worker(0), SIGKILL).worker_ready(0);
-        assert_eq!(rig.on(Event::Idle).told(NETD), [&Down::Replace]);
+        assert_eq!(rig.on(Event::Idle).told(NETD), [&Netd(ToNetd::Replace)]);
         rig.die(NETD, CLEAN).netd_is_back(1);
         assert!(rig.is_upgraded());
     }

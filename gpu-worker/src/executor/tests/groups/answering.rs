@@ -155,7 +155,7 @@ fn the_longest_body_fits_the_log() {
     let netd = LinkParts::new(FIRST, FIRST).netd();
     let mut body = netd.job(WorkKind::Decode, &limits, 1, &input(1, 1));
     let fixed = body.encode().len();
-    body.page_tables = vec![vec![PageId(0); (shared::job::MAX_BODY_BYTES - fixed) / 4]];
+    body.pages.tables = vec![vec![PageId(0); (shared::job::MAX_BODY_BYTES - fixed) / 4]];
     let mut bytes = Vec::new();
     record::begin(JobKey(0), 0, JobId(0), &body, &mut bytes);
     assert!(bytes.len() > shared::job::MAX_BODY_BYTES);

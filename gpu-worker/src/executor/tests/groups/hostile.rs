@@ -99,7 +99,10 @@ fn a_follower_does_what_is_right_and_leaves_at_the_end() {
         let (forward, step) = (leader.forward(), leader.step());
         leader.begin(0, &forward);
         leader.begin(7, &step);
-        let other = JobBody { page_tables: vec![vec![PageId(5)]], ..step.clone() };
+        let other = JobBody {
+            pages: StepPages { tables: vec![vec![PageId(5)]], ..step.pages.clone() },
+            ..step.clone()
+        };
         leader.begin(9, &other);
         leader.begin(10, &step);
         leader.unit(0, 1, &[(0, 0, 0..1)]);
@@ -141,7 +144,8 @@ fn a_bad_record_ends_the_follower_with_a_sentence() {
             l.begin(0, &body);
         }),
         ("a page outside the pool", "outside the pool", |l| {
-            let body = JobBody { page_tables: vec![vec![PageId(KV_PAGES)]], ..l.step() };
+            let mut body = l.step();
+            body.pages.tables = vec![vec![PageId(KV_PAGES)]];
             l.begin(0, &body);
         }),
         ("an adapter", "adapter 0 is not among the 0", |l| {

@@ -263,7 +263,6 @@ macro_rules! number {
 }
 
 number!(
-    /// f32.
     F32, 4, shared from usize::MAX, load);
 number!(
     /// bfloat16.

@@ -46,16 +46,10 @@ pub enum Event {
         from: PeerId,
         /// Where it is connected from.
         net: Net,
-        /// Its request.
         request: Request,
     },
     /// A call of ours ended; `None` if it failed or took too long.
-    Answered {
-        /// Which.
-        call: CallId,
-        /// What came back.
-        response: Option<Response>,
-    },
+    Answered { call: CallId, response: Option<Response> },
     /// Enter the swarm through these peers; none means a new swarm.
     Join {
         /// Name for the result.
@@ -67,7 +61,6 @@ pub enum Event {
     Get {
         /// Name for the result.
         id: OperationId,
-        /// The keys.
         keys: Vec<DhtId>,
         /// Whether to ask the whole beam and unite what it says, rather than stop at the first
         /// live value.
@@ -77,7 +70,6 @@ pub enum Event {
     Store {
         /// Name for the result.
         id: OperationId,
-        /// The items.
         items: Vec<(DhtId, Item)>,
     },
     /// Time passes; once per second or so.
@@ -92,35 +84,27 @@ pub enum Action {
     Call {
         /// To be given back with the answer.
         call: CallId,
-        /// Whom.
         peer: PeerId,
         /// With what.
         request: Request,
     },
     /// Answer a request.
     Reply {
-        /// Which.
         id: InboundId,
         /// With what, or with which error text.
         response: Result<Response, String>,
     },
-    /// A join ended.
     Joined {
-        /// Which.
         id: OperationId,
         /// Whether we are in.
         result: Result<(), JoinError>,
     },
-    /// A get ended.
     Found {
-        /// Which.
         id: OperationId,
         /// What is alive under each key, in the order asked.
         found: Vec<(DhtId, Option<Stored>)>,
     },
-    /// A store ended.
     Stored {
-        /// Which.
         id: OperationId,
         /// Nodes that accepted each item, in the order given.
         accepted: Vec<usize>,
@@ -143,7 +127,6 @@ pub enum JoinError {
         "the clock of this machine differs from that of initial peer {peer} by {skew_s:.1} s, at most 3 s are allowed"
     )]
     ClockSkew {
-        /// The peer.
         peer: PeerId,
         /// Seconds by which the peer is ahead.
         skew_s: f64,

@@ -17,7 +17,6 @@ const ENTRY_BYTES: usize = 24;
 pub struct Timed {
     /// msgpack of the value.
     pub value: Bytes,
-    /// When it ends.
     pub expiration: f64,
 }
 
@@ -36,7 +35,6 @@ pub struct Dictionary {
 /// What is stored under a key.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Stored {
-    /// One value.
     Regular(Timed),
     /// Values by subkey.
     Dictionary(Dictionary),
@@ -277,11 +275,9 @@ impl Stored {
 /// One item that somebody wants stored.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Item {
-    /// One value.
     Regular(Timed),
     /// One entry of a dictionary; the tag is the msgpack form of the subkey.
     Entry(Bytes, Timed),
-    /// A whole dictionary.
     Dictionary(Dictionary),
 }
 

@@ -116,7 +116,6 @@ enum Class {
     Reserved,
     /// Outbound, not made yet.
     Dialing,
-    /// Outbound.
     Outbound,
 }
 
@@ -157,7 +156,6 @@ impl Counts {
         Ok(())
     }
 
-    /// Admits a dial.
     pub(super) fn admit_dial(&mut self, id: ConnectionId) -> Result<(), Refused> {
         let limit = MAX_PENDING_OUTBOUND;
         if self.of(Class::Dialing) >= limit {

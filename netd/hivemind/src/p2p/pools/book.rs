@@ -12,11 +12,9 @@ use crate::p2p::nets::Net;
 /// Bytes of each scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::p2p) struct PoolBounds {
-    /// Of all peers.
     pub total: usize,
     /// Of a public IP net.
     pub net: usize,
-    /// Of one peer.
     pub peer: usize,
 }
 

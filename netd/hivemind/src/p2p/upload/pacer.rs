@@ -57,7 +57,6 @@ pub struct Share {
 /// A request in the queue.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
-    /// Its start tag.
     start: u64,
     bytes: usize,
 }

@@ -51,7 +51,6 @@ struct Ban {
 
 /// A client of the swarm.
 pub struct Client {
-    /// Who uses it.
     pub person: Person,
     rng: StdRng,
     pings: Vec<(usize, f64, f64)>,

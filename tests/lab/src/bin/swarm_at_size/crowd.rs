@@ -44,7 +44,6 @@ pub struct Crowd {
     clients: Vec<Client>,
     guide: Guide,
     sessions: Vec<Session>,
-    /// What is counted.
     pub counts: Counts,
     /// Seconds in sessions and tokens, of every client.
     used: Vec<(f64, f64)>,
@@ -56,7 +55,6 @@ pub struct Scene<'a> {
     pub now: f64,
     /// Seconds to the next moment.
     pub step_s: f64,
-    /// The servers.
     pub fleet: &'a mut Fleet,
     /// What clients may have read.
     pub directories: &'a Directories,

@@ -53,7 +53,6 @@ pub enum Rule {
     Petals,
     /// Ours.
     Sepal,
-    /// One half each.
     Mix,
 }
 
@@ -100,7 +99,6 @@ enum Phase {
     Gone,
 }
 
-/// A server.
 pub struct Server {
     /// What it runs on.
     pub machine: Machine,

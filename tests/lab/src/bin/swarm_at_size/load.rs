@@ -23,7 +23,6 @@ pub enum Demand {
 /// A server's share in a step, and how many steps of this session are there on average: on the processor, on the network.
 #[derive(Clone, Debug)]
 pub struct Visit {
-    /// The server.
     pub server: usize,
     /// What it has to do.
     pub demand: Demand,
@@ -103,7 +102,6 @@ impl Loads {
         }
     }
 
-    /// Ends a pass.
     pub fn end_pass(&mut self) {
         let smooth = |known: &mut f64, next: f64| *known += PASS_WEIGHT * (next - *known);
         for (known, next) in self.known.iter_mut().zip(&mut self.next) {

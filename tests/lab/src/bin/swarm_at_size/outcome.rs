@@ -57,9 +57,7 @@ pub struct Counts {
 /// One run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// Its rule.
     pub rule: Rule,
-    /// Its seed.
     pub seed: u64,
     /// Tokens per second of all sessions.
     pub tokens_per_s: f64,

@@ -95,7 +95,6 @@ impl Location {
 /// A machine that serves for a time.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// Where it is.
     pub location: Location,
     /// Blocks that fit.
     pub blocks: usize,

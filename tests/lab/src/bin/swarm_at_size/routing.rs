@@ -25,9 +25,7 @@ const NOBODY: usize = usize::MAX;
 /// A server that is ONLINE, as its records say.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// Its number.
     pub server: usize,
-    /// Its blocks.
     pub span: Range<usize>,
     /// One-token steps of one block per second.
     pub inference_rps: f64,
@@ -151,7 +149,6 @@ pub trait Knowledge {
 /// One leg of a route: these blocks run on this server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hop {
-    /// Its number.
     pub server: usize,
     /// The blocks it is asked for.
     pub blocks: Range<usize>,

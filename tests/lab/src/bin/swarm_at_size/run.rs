@@ -20,9 +20,7 @@ const MEASURED_FROM_S: f64 = 900.0;
 pub struct Settings {
     /// Servers at any time.
     pub servers: usize,
-    /// Clients.
     pub clients: usize,
-    /// The end.
     pub seconds: f64,
     /// Share of the servers that leaves at once at half time, all from the second half of the model.
     pub loss: f64,

@@ -63,7 +63,7 @@ pub mod tests {
     use serde_json::json;
     use shared::block::BlockIndex;
     use shared::dtype::DType;
-    use shared::job::SlotRef;
+    use shared::job::{SlotRef, StepPages};
 
     use super::*;
 
@@ -78,9 +78,7 @@ pub mod tests {
             batch,
             tokens,
             hidden: 8,
-            prefix_lengths: Vec::new(),
-            page_tables: Vec::new(),
-            copies: Vec::new(),
+            pages: StepPages::default(),
             input: slot,
             output: slot,
             prompts: None,

@@ -11,12 +11,13 @@ use model::manifest::Manifest;
 use shared::bootstrap::{Bootstrap, ControlEnds};
 use shared::causes::with_causes;
 use shared::clock::monotonic_ns;
-use shared::control::{Capacity, FromWorker, LinkInit, ToWorker, WorkerInit};
+use shared::control::{FromWorker, LinkInit, ToWorker, WorkerInit};
 use shared::exit::ExitReason;
 use shared::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, SlotRef, WorkKind,
 };
 use shared::shm::board::{BoardWriter, Phase};
+use shared::survey::Capacity;
 
 use crate::device::{Device, Job};
 use crate::times::Times;
