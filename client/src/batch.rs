@@ -232,8 +232,7 @@ impl Way {
         let (mut of_prompts, mut failures) = (Vec::new(), 0);
         while let Some(Done { leg, inputs }) = piece.done.pop() {
             let own = of_leg(prompts, &leg, first);
-            let pair = (&inputs, &gradient);
-            match self.caller.backward(&leg, pair, own.as_ref()).await {
+            match self.caller.backward(&leg, &inputs, &gradient, own.as_ref()).await {
                 Ok((of_inputs, own)) => {
                     self.swarm.trust(&leg.peer);
                     failures = 0;

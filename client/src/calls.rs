@@ -69,7 +69,8 @@ impl Caller {
     pub(crate) async fn backward(
         &self,
         leg: &Leg<PeerId>,
-        (inputs, gradient): (&Hidden, &Hidden),
+        inputs: &Hidden,
+        gradient: &Hidden,
         prompts: Option<&Prompts>,
     ) -> Result<(Hidden, Option<Prompts>), PassError> {
         let tensors = vec![inputs.message()?, gradient.message()?, message(prompts)?];

@@ -72,7 +72,8 @@ impl NormWeights {
         &self,
         cpu: &mut Cpu,
         eps: f32,
-        (x, out): (&[f32], &mut [f32]),
+        x: &[f32],
+        out: &mut [f32],
         round: DType,
     ) -> Result<(), OpError> {
         let (weight, width) = (&self.weight[..], self.weight.len());
@@ -236,7 +237,7 @@ impl LocalModel {
         let mut x = vec![0.0; tokens.len() * self.spec.hidden];
         kernels::ops::convert::to_f32(dtype, &out, &mut x);
         let mut normed = vec![0.0; x.len()];
-        norm.apply(&mut self.cpu, self.spec.norm.eps(), (&x, &mut normed), dtype)
+        norm.apply(&mut self.cpu, self.spec.norm.eps(), &x, &mut normed, dtype)
             .map_err(|error| LocalModelError::Content { path, reason: error.to_string() })?;
         kernels::ops::convert::from_f32(dtype, &normed, &mut out);
         Ok(out)
@@ -263,7 +264,7 @@ impl LocalModel {
         self.logits.resize(rows * self.config.vocab_size, 0.0);
         let weight = matrix.view().map_err(failed)?;
         self.norm
-            .apply(&mut self.cpu, self.spec.norm.eps(), (hidden, &mut self.normed), matrix.dtype)
+            .apply(&mut self.cpu, self.spec.norm.eps(), hidden, &mut self.normed, matrix.dtype)
             .map_err(|e| failed(e.to_string()))?;
         let head =
             Linear { x: &self.normed[..], weight, bias: None, out: &mut self.logits[..], rows };

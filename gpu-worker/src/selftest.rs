@@ -46,7 +46,8 @@ pub fn run_command(
     device: Device,
     is_quick: bool,
     report: Option<&Path>,
-    (parent, skipped): (Option<u32>, WarpgroupKernels),
+    parent: Option<u32>,
+    skipped: WarpgroupKernels,
     sample: fn(u32) -> Warpgroups,
 ) -> ExitReason {
     if let Some(Err(error)) = parent.map(die_with_parent) {
@@ -62,7 +63,7 @@ pub fn run_command(
         Ok(found) => found,
         Err(error) => return unwritten(error),
     };
-    let done = test((device, is_quick), (parent, skipped), sample, &mut found);
+    let done = test(device, is_quick, parent, skipped, sample, &mut found);
     if let Err(error) = found.end(done.as_ref().err().map(|ended| ended.message.as_str())) {
         return unwritten(error);
     }
@@ -76,8 +77,10 @@ pub fn run_command(
 }
 
 fn test(
-    (device, is_quick): (Device, bool),
-    (parent, skipped): (Option<u32>, WarpgroupKernels),
+    device: Device,
+    is_quick: bool,
+    parent: Option<u32>,
+    skipped: WarpgroupKernels,
     sample: fn(u32) -> Warpgroups,
     report: &mut Report,
 ) -> Result<(), Ended> {
@@ -104,7 +107,7 @@ fn test(
                 Ok(driver) => {
                     let mut cuda = Cuda::new(driver);
                     cuda.leave_alone(skipped);
-                    on_device(cuda, found, (class, parent.is_none()), out, report)
+                    on_device(cuda, found, class, parent.is_none(), out, report)
                 }
                 Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),
             }
@@ -112,7 +115,7 @@ fn test(
         #[cfg(feature = "emu")]
         Device::Emulator(_) => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
-            on_device(Cuda::new(Emu::new(threads)), None, (Class::Quick, true), out, report)
+            on_device(Cuda::new(Emu::new(threads)), None, Class::Quick, true, out, report)
         }
         #[cfg(not(feature = "emu"))]
         Device::Emulator(_) => Err(Ended {
@@ -172,7 +175,8 @@ fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut Report) -> Re
 fn on_device<G: Gpu>(
     mut cuda: Cuda<G>,
     found: Option<Warpgroups>,
-    (class, is_measured): (Class, bool),
+    class: Class,
+    is_measured: bool,
     out: &mut impl Write,
     report: &mut Report,
 ) -> Result<(), Ended> {

@@ -226,7 +226,7 @@ fn run_on<B: DeviceBackend>(
             Engine::new(backend, form, &weights, kv, shape).map_err(|e| unplaced(&e))?;
         warm_up(&mut engine).map_err(|e| unplaced(&e))?;
         log_weights(init, &weights, private_bytes().saturating_sub(before));
-        Ok(worker(engine, init, board, (group, spin), ends))
+        Ok(worker(engine, init, board, group, spin, ends))
     };
     run().unwrap_or_else(|end| end)
 }
@@ -343,7 +343,8 @@ fn worker<B: DeviceBackend>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: Arc<BoardWriter>,
-    (group, spin): (Option<Group>, Duration),
+    group: Option<Group>,
+    spin: Duration,
     ends: ControlEnds<ToWorker, FromWorker>,
 ) -> Exit {
     let mut capacity = Capacity::default();
@@ -488,9 +489,9 @@ fn map_weights(
         Device::Node(_) => Keep::Copied,
         _ => Keep::Mapped,
     };
-    let files = (init.span, files);
-    let mapped = MappedWeights::map_shard(manifest, files, shard, keep, || board.progress());
-    mapped.map_err(|e| {
+    let (span, mapped) = (init.span, || board.progress());
+    let weights = MappedWeights::map_shard(manifest, span, files, shard, keep, mapped);
+    weights.map_err(|e| {
         let is_passing = matches!(&e, MapError::File(failure) if failure.is_passing());
         let reason = if is_passing { ExitReason::Failed } else { ExitReason::BadConfig };
         Exit { reason, message: with_causes(&e) }

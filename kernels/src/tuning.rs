@@ -284,7 +284,9 @@ pub fn cuda_may_cluster(inputs: usize) -> bool {
 /// are taken for granted, so a few may stay idle. None of this changes a result. Not measured on a
 /// device yet.
 pub fn cuda_cluster(
-    (strips, inputs, rows): (usize, usize, usize),
+    strips: usize,
+    inputs: usize,
+    rows: usize,
     is_nf4: bool,
     multiprocessors: usize,
     shared_bytes: usize,
@@ -424,18 +426,17 @@ mod tests {
         for (inputs, multiprocessors) in [(8192, 132), (28672, 132), (1856, 16), (1856, 4)] {
             for rows in [1, 2, 8, 9, 16, 17, 32] {
                 for is_nf4 in [false, true] {
-                    let shape = (512, inputs, rows);
-                    let sizes = cuda_cluster(shape, is_nf4, multiprocessors, 227 << 10);
+                    let sizes = cuda_cluster(512, inputs, rows, is_nf4, multiprocessors, 227 << 10);
                     let segment = inputs.div_ceil(256).div_ceil(SEGMENTS) * 4;
-                    assert!(sizes.shared_bytes <= 227 << 10, "{shape:?}: {sizes:?}");
-                    assert!((1..=segment).contains(&sizes.window), "{shape:?}: {sizes:?}");
-                    assert!(sizes.grid <= multiprocessors.max(CLUSTER), "{shape:?}");
+                    assert!(sizes.shared_bytes <= 227 << 10, "{rows} x {inputs}: {sizes:?}");
+                    assert!((1..=segment).contains(&sizes.window), "{rows} x {inputs}: {sizes:?}");
+                    assert!(sizes.grid <= multiprocessors.max(CLUSTER), "{rows} x {inputs}");
                     assert!([1, 8, 16, 32][sizes.variant] >= rows);
                 }
             }
         }
         // The multiprocessors that do not fill a group of 16 stay idle.
-        assert_eq!(cuda_cluster((512, 8192, 1), true, 132, 227 << 10).grid, 128);
+        assert_eq!(cuda_cluster(512, 8192, 1, true, 132, 227 << 10).grid, 128);
         assert!(!cuda_may_cluster(1792) && cuda_may_cluster(1856));
     }
 

@@ -45,8 +45,8 @@ pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
         Command::Doctor(options) => supervisor::doctor::run(&options, netd::checkup::OBSERVERS),
         Command::SelfTest { device, is_quick, report, parent, skipped } => {
             supervisor::spawn::count_along_bus();
-            let (report, by) = (report.as_deref(), (parent, skipped));
-            selftest::run_command(device, is_quick, report, by, devices::sample)
+            let report = report.as_deref();
+            selftest::run_command(device, is_quick, report, parent, skipped, devices::sample)
         }
         Command::CudaDevices { parent } => inventory::run_command(parent),
         Command::Probe(config) => probe::run_command(&config),

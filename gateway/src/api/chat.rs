@@ -70,7 +70,7 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let settings = &request.settings;
     let grammar = settings.grammar(model).await?;
     let asks =
-        settings.asks(vec![prompt], grammar.as_ref(), (model, shared.default_max_tokens), top)?;
+        settings.asks(vec![prompt], grammar.as_ref(), model, shared.default_max_tokens, top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = Head::of(model);

@@ -86,7 +86,7 @@ async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
     let settings = &request.settings;
     let top = request.logprobs;
     let grammar = settings.grammar(model).await?;
-    let asks = settings.asks(prompts, grammar.as_ref(), (model, shared.default_max_tokens), top)?;
+    let asks = settings.asks(prompts, grammar.as_ref(), model, shared.default_max_tokens, top)?;
     let count = asks.len();
     let texts = Texts::start(shared, model, asks)?;
     let head = TextHead::of(model);

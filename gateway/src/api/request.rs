@@ -129,7 +129,8 @@ impl Settings {
         &self,
         prompts: Vec<Vec<u32>>,
         grammar: Option<&Grammar>,
-        (model, default_max_tokens): (&Model, u32),
+        model: &Model,
+        default_max_tokens: u32,
         top_logprobs: Option<u32>,
     ) -> Result<Vec<Ask>, ApiError> {
         let (count, choices) = (prompts.len(), self.choices()?);

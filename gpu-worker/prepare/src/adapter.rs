@@ -141,7 +141,7 @@ impl Adapter {
                 let info = self.file.header.tensors.get(name).ok_or_else(|| {
                     PrepareError::bad_tensor(&self.file.shown, name, "is missing")
                 })?;
-                sources.push(SourceTensor::new(name, name, &shape, (&self.file, info))?);
+                sources.push(SourceTensor::new(name, name, &shape, &self.file, info)?);
             }
         }
         Ok(sources)

@@ -87,8 +87,8 @@ impl Inspected {
         wanted: &'a [Wanted],
     ) -> Result<Vec<SourceTensor<'a>>, PrepareError> {
         let source = |t: &'a Wanted| {
-            let found = self.checkpoint.tensor(&t.full_name)?;
-            let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, found)?;
+            let (file, info) = self.checkpoint.tensor(&t.full_name)?;
+            let tensor = SourceTensor::new(&t.name, &t.full_name, &t.shape, file, info)?;
             let quant = self.facts.quant_type;
             Ok(tensor.stored_as(self.spec.quant_of(&t.name, t.shape.len(), quant)))
         };

@@ -110,7 +110,8 @@ impl<'a> SourceTensor<'a> {
         name: &'a str,
         full_name: &'a str,
         shape: &[u64],
-        (file, info): (&'a CheckpointFile, &'a TensorInfo),
+        file: &'a CheckpointFile,
+        info: &'a TensorInfo,
     ) -> Result<SourceTensor<'a>, PrepareError> {
         let (dtype, elements) = checked(info, shape, full_name, &file.shown)?;
         Ok(SourceTensor {

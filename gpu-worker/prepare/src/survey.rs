@@ -21,7 +21,7 @@ use crate::estimate::Peaks;
 use crate::files::Files;
 use crate::groups;
 use crate::inspect::Inspected;
-use crate::source::SourceTensor;
+use crate::source::{SourceTensor, Wanted};
 
 /// Surveys a model in every format asked for, without a byte of its weights: config.json, the index
 /// and headers of checkpoint files are read. Of a fixed choice of blocks only those are looked at.
@@ -174,10 +174,10 @@ impl Inspected {
             }
         }
         let mut stored_bytes = 0u64;
-        for tensor in &wanted {
-            self.checkpoint.open(&tensor.full_name)?;
-            let found = self.checkpoint.tensor(&tensor.full_name)?;
-            let source = SourceTensor::new(&tensor.name, &tensor.full_name, &tensor.shape, found)?;
+        for Wanted { name, full_name, shape } in &wanted {
+            self.checkpoint.open(full_name)?;
+            let (file, info) = self.checkpoint.tensor(full_name)?;
+            let source = SourceTensor::new(name, full_name, shape, file, info)?;
             stored_bytes = stored_bytes.saturating_add(source.len);
         }
         Ok(BlockSource { stored_bytes, missing: BTreeMap::new() })

@@ -72,8 +72,8 @@ pub fn backward<B: Backend>(
 ) -> Result<(), OpError> {
     let tokens = total_tokens(input.rows);
     work.grow(backend, spec, tokens, weights.largest_rank);
-    let (step, angles) = ((input.rows, input.lengths), &mut work.forward);
-    prepare(backend, spec, weights.dtype, angles, step, input.rows)?;
+    let rows = input.rows;
+    prepare(backend, spec, weights.dtype, &mut work.forward, rows, input.lengths, rows)?;
     let GradientWork { forward, x: before, h, fed, branch, aside, heads, middle } = work;
     let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
     let mut back = Backward { pass, sums };

@@ -72,7 +72,8 @@ pub fn prepare<B: Backend>(
     spec: &BlockSpec,
     dtype: DType,
     work: &mut Workspace<B>,
-    (rows, lengths): (&[StepRow<'_>], &[usize]),
+    rows: &[StepRow<'_>],
+    lengths: &[usize],
     launch_rows: &[StepRow<'_>],
 ) -> Result<(), OpError> {
     let Position::Rope { inverse_frequencies, theta, scaling } = &spec.position else {
@@ -80,7 +81,7 @@ pub fn prepare<B: Backend>(
     };
     let table = &mut work.heads.table;
     backend.grow(table, total_tokens(launch_rows) * spec.head_dim);
-    match rope::table(scaling, (*theta, spec.head_dim), rows, lengths, dtype) {
+    match rope::table(scaling, *theta, spec.head_dim, rows, lengths, dtype) {
         Some(own) => backend.upload(&own, table),
         None => backend.rope_table(RopeTable {
             rows: launch_rows,
@@ -140,8 +141,7 @@ fn begin<'a, 'w, B: Backend>(
     input: BlockInput<'a>,
     hidden: &mut B::Floats,
 ) -> Result<Joined<'a, 'w, B>, OpError> {
-    let step = (input.rows, input.lengths);
-    prepare(backend, spec, weights.dtype, work, step, input.rows)?;
+    prepare(backend, spec, weights.dtype, work, input.rows, input.lengths, input.rows)?;
     let mut pass = Joined::new(backend, spec, weights, work, input);
     pass.pass.prompts(input.prompts, hidden)?;
     pass.pass.norm(hidden, &weights.attention_norm, pass.normed)?;
@@ -190,7 +190,8 @@ pub fn close_run<B: Backend>(
     backend: &mut B,
     work: &Workspace<B>,
     hidden: &mut B::Floats,
-    (len, round): (usize, DType),
+    len: usize,
+    round: DType,
 ) -> Result<(), OpError> {
     backend.add(Add { x: hidden, y: &work.branch, len, round })
 }
@@ -255,7 +256,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         &mut self,
         x: &mut B::Floats,
         branch: &B::Floats,
-        (beside, normed): (&mut B::Floats, &mut B::Floats),
+        beside: &mut B::Floats,
+        normed: &mut B::Floats,
         heads: &mut Heads<B>,
     ) -> Result<SumPlace, OpError> {
         let norm = &self.weights.attention_norm;
@@ -294,7 +296,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         if queries.is_some() {
             self.append(heads, pages)?;
             self.save(&heads.q, queries, self.spec.heads * self.spec.head_dim)?;
-            return self.attend(&heads.q, (&mut heads.attended, None), pages);
+            return self.attend(&heads.q, &mut heads.attended, None, pages);
         }
         self.backend.append_attention(AppendAttention {
             q: &mut *heads.q,
@@ -317,7 +319,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     pub(super) fn attend(
         &mut self,
         q: &B::Floats,
-        (attended, logsum): (&mut B::Floats, Option<&mut B::Floats>),
+        attended: &mut B::Floats,
+        logsum: Option<&mut B::Floats>,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
         self.backend.attention(Attention {

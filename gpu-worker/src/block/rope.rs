@@ -9,7 +9,8 @@ use model::RopeScaling;
 /// when the device makes them from the frequencies of short sequences.
 pub(super) fn table(
     scaling: &RopeScaling,
-    (theta, head_dim): (f32, usize),
+    theta: f32,
+    head_dim: usize,
     rows: &[StepRow<'_>],
     lengths: &[usize],
     round: DType,

@@ -62,7 +62,8 @@ impl<'a, 'w, B: DeviceBackend> StepUnit<'a, 'w, B> {
     pub fn push(
         &mut self,
         plan: &'a JobPlan,
-        (position, pieces): (usize, Range<usize>),
+        position: usize,
+        pieces: Range<usize>,
         all_prompts: &'a [f32],
         hidden: &'a mut B::Hidden,
     ) -> Option<()> {
@@ -106,7 +107,8 @@ impl<'a, 'w, B: DeviceBackend> PassUnit<'a, 'w, B> {
         weights: &'a BlockWeights<'w, B>,
         layout: PageLayout,
         plan: &'a JobPlan,
-        (position, pieces): (usize, Range<usize>),
+        position: usize,
+        pieces: Range<usize>,
         all_prompts: &'a [f32],
     ) -> Option<Self> {
         let rows = plan.rows(pieces.clone());

@@ -81,7 +81,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
         let (dtype, all) = (self.shape.dtype, 0..self.blocks.len());
         let unit = StepUnit::new(self.spec, dtype, &self.blocks, all);
         let (cuda, cache) = (&mut self.backend, &mut self.cache);
-        Ok(self.steps.record(cuda, cache, self.kv_shape, (&unit, self.whole.heads))?)
+        Ok(self.steps.record(cuda, cache, self.kv_shape, &unit, self.whole.heads)?)
     }
 }
 

@@ -46,8 +46,9 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let mut steps = StepUnit::new(self.spec, self.shape.dtype, &self.blocks, first..last + 1);
         for (member, begun) in unit.members.iter().zip(&mut begun) {
             let plan = &jobs.get(&member.job).ok_or_else(missing)?.plan;
-            let at = (member.position, member.pieces.clone());
-            steps.push(plan, at, &begun.prompts, &mut begun.hidden).ok_or_else(missing)?;
+            let (position, pieces) = (member.position, member.pieces.clone());
+            let (prompts, hidden) = (&begun.prompts, &mut begun.hidden);
+            steps.push(plan, position, pieces, prompts, hidden).ok_or_else(missing)?;
         }
         self.steps.run(&mut self.backend, &mut self.work, &mut self.cache, steps)?;
         for (member, begun) in unit.members.iter().zip(begun) {
@@ -70,10 +71,11 @@ impl<B: DeviceBackend> Engine<'_, B> {
         let memory = memory.as_mut().ok_or_else(missing)?;
         let back = plan.backward_at(member.position, member.pieces.clone());
         let is_back = back.is_some();
-        let at = back.unwrap_or((member.position, member.pieces.clone()));
+        let (position, pieces) = back.unwrap_or((member.position, member.pieces.clone()));
         let (spec, layout) = (self.spec, self.kv_shape.layout);
         let weights = self.blocks.get(local).ok_or_else(missing)?;
-        let unit = PassUnit::new(spec, weights, layout, plan, at, prompts).ok_or_else(missing)?;
+        let unit = PassUnit::new(spec, weights, layout, plan, position, pieces, prompts);
+        let unit = unit.ok_or_else(missing)?;
         let (backend, passes) = (&mut self.backend, &mut self.passes);
         if !is_back {
             return Ok(passes.forward(backend, &mut self.work, &unit, hidden, memory)?);

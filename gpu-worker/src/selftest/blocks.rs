@@ -46,6 +46,14 @@ impl Steps {
     pub(super) const TINY: Steps = Steps { sessions: &[1, 3], context: 40, prefill: 20, blocks: 2 };
 }
 
+/// One step: each of `sessions` sessions has `tokens` new tokens after `prefix` cached ones.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    sessions: usize,
+    tokens: usize,
+    prefix: usize,
+}
+
 /// Rows of whole blocks in every format.
 pub(super) fn measure<B: DeviceBackend>(
     backend: &mut B,
@@ -58,7 +66,7 @@ pub(super) fn measure<B: DeviceBackend>(
         [("block", llama(hidden, middle, kv)?), ("mixture", mixtral(hidden / 2, middle / 2, kv)?)];
     for (kind, spec) in &kinds {
         for &(quant, _) in formats {
-            blocks_of(backend, (kind, spec), quant, steps, table)?;
+            blocks_of(backend, kind, spec, quant, steps, table)?;
         }
     }
     Ok(())
@@ -66,7 +74,8 @@ pub(super) fn measure<B: DeviceBackend>(
 
 fn blocks_of<B: DeviceBackend>(
     backend: &mut B,
-    (kind, spec): (&str, &BlockSpec),
+    kind: &str,
+    spec: &BlockSpec,
     quant: QuantType,
     steps: Steps,
     table: &mut Table<'_, impl Write>,
@@ -81,14 +90,15 @@ fn blocks_of<B: DeviceBackend>(
         }
     })
     .map_err(|failure| Ended::new(ExitReason::Failed, &failure))?;
-    let decode = steps.sessions.iter().map(|&sessions| (sessions, 1, steps.context - 1));
-    for (sessions, tokens, prefix) in decode.chain([(1, steps.prefill, 0)]) {
+    let prefix = steps.context - 1;
+    let decode = steps.sessions.iter().map(|&sessions| Step { sessions, tokens: 1, prefix });
+    for step in decode.chain([Step { sessions: 1, tokens: steps.prefill, prefix: 0 }]) {
+        let Step { sessions, tokens, prefix } = step;
         let name = match prefix {
             0 => format!("{kind} {quant} prefill {tokens}"),
             _ => format!("{kind} {quant} decode {} x {sessions}", prefix + 1),
         };
-        let step = (sessions, tokens, prefix);
-        let seconds = block_row(backend, spec, (&weights, quant), step, name, table)?;
+        let seconds = block_row(backend, spec, &weights, quant, step, name, table)?;
         if (sessions, tokens) == (1, 1) {
             let rate = 1.0 / (seconds * steps.blocks as f64);
             let name = format!("{} such blocks, one session", steps.blocks);
@@ -98,15 +108,17 @@ fn blocks_of<B: DeviceBackend>(
     Ok(())
 }
 
-/// A step of `sessions` sessions with `tokens` new tokens after `prefix`; its seconds.
+/// The row of a step; its seconds.
 fn block_row<B: DeviceBackend>(
     backend: &mut B,
     spec: &BlockSpec,
-    (weights, quant): (&BlockWeights<'_, B>, QuantType),
-    (sessions, tokens, prefix): (usize, usize, usize),
+    weights: &BlockWeights<'_, B>,
+    quant: QuantType,
+    step: Step,
     name: String,
     table: &mut Table<'_, impl Write>,
 ) -> Result<f64, Ended> {
+    let Step { sessions, tokens, prefix } = step;
     let layout = page_layout(spec, DTYPE);
     let used = (prefix + tokens).div_ceil(PAGE_TOKENS);
     let page = |index: usize| PageId(u32::try_from(index).unwrap_or(u32::MAX));

@@ -81,8 +81,7 @@ impl<W: Write> Table<'_, W> {
             _ => "    -".to_owned(),
         };
         let us = seconds * 1e6;
-        let work = (row.work.bytes, row.work.operations);
-        let computed = self.report.measured(&row.name, us, work);
+        let computed = self.report.measured(&row.name, us, row.work.bytes, row.work.operations);
         let computed = computed.map_or_else(String::new, |us| format!("  computed {us:.0} µs"));
         writeln!(
             self.out,

@@ -171,7 +171,8 @@ impl Report {
         &mut self,
         name: &str,
         us: f64,
-        (bytes, operations): (usize, usize),
+        bytes: usize,
+        operations: usize,
     ) -> Option<f64> {
         let computed_us = budget::block_us(&self.device, name);
         self.measured.push(Measured { name: name.to_owned(), us, computed_us, bytes, operations });

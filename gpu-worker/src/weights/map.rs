@@ -90,7 +90,7 @@ impl MappedWeights {
         mapped: impl FnMut(),
     ) -> Result<MappedWeights, MapError> {
         let files = WeightFiles::open(manifest, span)?;
-        MappedWeights::map_shard(manifest, (span, files), None, Keep::Mapped, mapped)
+        MappedWeights::map_shard(manifest, span, files, None, Keep::Mapped, mapped)
     }
 
     /// [`map`](Self::map) of what the rank of `shard` holds, from files that are open already: unless
@@ -101,7 +101,8 @@ impl MappedWeights {
     /// As there.
     pub fn map_shard(
         manifest: &Manifest,
-        (span, open): (Span, WeightFiles),
+        span: Span,
+        open: WeightFiles,
         shard: Option<&Shard>,
         keep: Keep,
         mut mapped: impl FnMut(),
@@ -118,7 +119,7 @@ impl MappedWeights {
             let mut own = BTreeMap::new();
             for (name, tensor) in tensors {
                 let slice = slice_of(shard, name, tensor).ok_or_else(|| bad(block, name))?;
-                if let Some(held) = weights.hold(manifest, (block, name), tensor, slice)? {
+                if let Some(held) = weights.hold(manifest, block, name, tensor, slice)? {
                     own.insert(name.clone(), held);
                 }
                 mapped();
@@ -127,9 +128,8 @@ impl MappedWeights {
             for (index, adapter) in manifest.adapters.iter().enumerate() {
                 let mut own = BTreeMap::new();
                 for (name, part) in adapter.get(&block.0).into_iter().flatten() {
-                    if let Some(held) =
-                        weights.hold_adapter(manifest, (block, name), part, shard)?
-                    {
+                    let held = weights.hold_adapter(manifest, block, name, part, shard)?;
+                    if let Some(held) = held {
                         own.insert(name.clone(), held);
                     }
                     mapped();
@@ -191,7 +191,8 @@ impl MappedWeights {
     fn hold(
         &mut self,
         manifest: &Manifest,
-        (block, name): (BlockIndex, &str),
+        block: BlockIndex,
+        name: &str,
         tensor: &TensorEntry,
         slice: &Slice,
     ) -> Result<Option<Held>, MapError> {
@@ -210,7 +211,8 @@ impl MappedWeights {
     fn hold_adapter(
         &mut self,
         manifest: &Manifest,
-        (block, name): (BlockIndex, &str),
+        block: BlockIndex,
+        name: &str,
         part: &AdapterEntry,
         shard: Option<&Shard>,
     ) -> Result<Option<HeldAdapter>, MapError> {
@@ -221,8 +223,8 @@ impl MappedWeights {
         let Some([a, b]) = slices else {
             return Ok(None);
         };
-        let at = (block, name);
-        let (a, b) = (self.hold(manifest, at, &part.a, &a)?, self.hold(manifest, at, &part.b, &b)?);
+        let a = self.hold(manifest, block, name, &part.a, &a)?;
+        let b = self.hold(manifest, block, name, &part.b, &b)?;
         let scale = part.scale;
         Ok(a.zip(b).map(|(a, b)| HeldAdapter { a, b, scale }))
     }

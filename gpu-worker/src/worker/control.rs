@@ -29,12 +29,13 @@ pub(super) trait Opener: Send + 'static {
     /// Descriptors of a link.
     const DESCRIPTORS: usize;
 
-    /// Opens a link of a worker of this generation. The executor is woken through it once it has
+    /// Opens a link of this `generation` of a worker. The executor is woken through it once it has
     /// the link.
     fn open(
         &mut self,
         init: &LinkInit,
-        of: (WorkerId, Generation),
+        worker: WorkerId,
+        generation: Generation,
         fds: Vec<OwnedFd>,
     ) -> Result<Self::Link, LinkError>;
 
@@ -57,7 +58,8 @@ impl Opener for Rings {
     fn open(
         &mut self,
         init: &LinkInit,
-        (worker, generation): (WorkerId, Generation),
+        worker: WorkerId,
+        generation: Generation,
         fds: Vec<OwnedFd>,
     ) -> Result<Link, LinkError> {
         let link = Link::open(init, worker, generation, fds)?;
@@ -92,7 +94,8 @@ impl Opener for Arenas {
     fn open(
         &mut self,
         init: &LinkInit,
-        (_, generation): (WorkerId, Generation),
+        _worker: WorkerId,
+        generation: Generation,
         fds: Vec<OwnedFd>,
     ) -> Result<ArenaLink, LinkError> {
         ArenaLink::open(init, generation, fds)
@@ -114,8 +117,8 @@ pub(super) fn start<O: Opener>(
 ) -> Result<Channels<O::Link>, Exit> {
     let ControlEnds { receiver, sender, descriptors, .. } = ends;
     let (commands, inbox) = sync_channel(MAX_COMMANDS);
-    let (of, seats) = ((init.worker, init.generation), init.seats.clone());
-    let control = Control { commands, descriptors, of, opener };
+    let (worker, generation, seats) = (init.worker, init.generation, init.seats.clone());
+    let control = Control { commands, descriptors, worker, generation, opener };
     let spawned = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
         // It waits for messages, and takes no time of a compute thread.
         let _ = seats.take_all();
@@ -133,7 +136,8 @@ pub(super) fn start<O: Opener>(
 struct Control<O: Opener> {
     commands: SyncSender<Command<O::Link>>,
     descriptors: DescriptorSocket,
-    of: (WorkerId, Generation),
+    worker: WorkerId,
+    generation: Generation,
     opener: O,
 }
 
@@ -163,7 +167,7 @@ impl<O: Opener> Control<O> {
             .descriptors
             .recv(init.fds, O::DESCRIPTORS, DESCRIPTOR_TIMEOUT)
             .map_err(|e| LinkError::Doorbell(io::Error::other(e)))?;
-        self.opener.open(init, self.of, fds)
+        self.opener.open(init, self.worker, self.generation, fds)
     }
 }
 

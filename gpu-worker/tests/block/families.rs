@@ -118,7 +118,8 @@ impl Golden {
     fn run(
         &self,
         threads: usize,
-        (batched, is_one_job): (bool, bool),
+        batched: bool,
+        is_one_job: bool,
         ends: &[usize],
     ) -> Vec<(Range<usize>, Vec<Vec<f32>>)> {
         let (tables, pages) = shuffled_tables(self.batch, self.tokens);
@@ -153,7 +154,7 @@ impl Golden {
 #[test]
 fn forward_of_every_family_gives_what_transformers_gives() {
     for golden in golden() {
-        for (range, outputs) in golden.run(2, (true, true), &[golden.tokens]) {
+        for (range, outputs) in golden.run(2, true, true, &[golden.tokens]) {
             for (block, got) in outputs.iter().enumerate() {
                 let wanted = golden.part("forward", block, range.clone());
                 golden.assert_near(got, &wanted, &format!("block {block}"));
@@ -166,7 +167,7 @@ fn forward_of_every_family_gives_what_transformers_gives() {
 fn cached_inference_of_every_family_gives_what_transformers_gives() {
     for golden in golden() {
         let ends: Vec<usize> = (16..=golden.tokens).collect();
-        for (range, outputs) in golden.run(2, (true, false), &ends) {
+        for (range, outputs) in golden.run(2, true, false, &ends) {
             for (block, got) in outputs.iter().enumerate() {
                 let wanted = golden.part("cached", block, range.clone());
                 golden.assert_near(got, &wanted, &format!("block {block} tokens {range:?}"));
@@ -180,7 +181,7 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
     for golden in golden() {
         let last = |threads, batched, ends: &[usize]| {
             let mut tokens = vec![Vec::new(); golden.batch];
-            for (range, outputs) in golden.run(threads, (batched, true), ends) {
+            for (range, outputs) in golden.run(threads, batched, true, ends) {
                 let width = range.len() * golden.spec.hidden;
                 let rows = outputs.last().unwrap().chunks(width);
                 tokens.iter_mut().zip(rows).for_each(|(all, part)| all.extend(bits(part)));

@@ -76,9 +76,9 @@ impl Model {
             cpu.join(Member::new(&map, policy()).unwrap());
             // The second rank is on a NUMA node, as it were.
             let keep = if shard.rank == 1 { Keep::Copied } else { Keep::Mapped };
-            let files = WeightFiles::open(&self.manifest, self.span).unwrap();
-            let files = (self.span, files);
-            let weights = MappedWeights::map_shard(&self.manifest, files, Some(shard), keep, || ());
+            let (manifest, span) = (&self.manifest, self.span);
+            let open = WeightFiles::open(manifest, span).unwrap();
+            let weights = MappedWeights::map_shard(manifest, span, open, Some(shard), keep, || ());
             let weights = weights.unwrap();
             self.check_bytes(shard, keep, &weights);
             Runner::new(self, &shard.spec, &weights, cpu).results()

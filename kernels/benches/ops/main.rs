@@ -46,7 +46,7 @@ fn main() {
         |name: &str| name.contains(only) && !(only.is_empty() && name.starts_with("quantize"));
     let words = (0..Shapes::BENCHMARK.ring_bytes / 2).map(|i| (i % 251) as u16 | 0x3c00);
     let ring: Vec<u8> = words.flat_map(u16::to_le_bytes).collect();
-    let mut bench = Bench::new((threads, isa), after("--torch"), after("--ggml"), &ring);
+    let mut bench = Bench::new(threads, isa, after("--torch"), after("--ggml"), &ring);
     for operation in operations::<Cpu>() {
         let mut measurement = Measurement {
             shapes: &Shapes::BENCHMARK,

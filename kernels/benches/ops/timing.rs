@@ -61,7 +61,8 @@ impl<'r> Bench<'r> {
     /// but cache. PyTorch has the instructions of `isa` alone. The bandwidth is that of reading
     /// `ring`.
     pub fn new(
-        (threads, isa): (usize, Isa),
+        threads: usize,
+        isa: Isa,
         python: Option<&str>,
         ggml: Option<&str>,
         ring: &'r [u8],

@@ -71,7 +71,8 @@ pub(super) fn encode(quant: QuantType, dtype: DType, inputs: usize, values: &[f3
 pub(super) fn view(
     quant: QuantType,
     dtype: DType,
-    (inputs, outputs): (usize, usize),
+    inputs: usize,
+    outputs: usize,
     bytes: &[u8],
 ) -> WeightView<'_> {
     WeightView::quantized(quant, dtype, outputs, inputs, bytes).expect("made for this shape")
@@ -92,7 +93,7 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    pub(super) fn new(quant: QuantType, dtype: DType, (inputs, outputs): (usize, usize)) -> Matrix {
+    pub(super) fn new(quant: QuantType, dtype: DType, inputs: usize, outputs: usize) -> Matrix {
         let (aligned, unaligned) = (OnceCell::new(), OnceCell::new());
         Matrix { quant, dtype, inputs, outputs, aligned, unaligned, part: None }
     }
@@ -104,8 +105,7 @@ impl Matrix {
         for (index, row) in values.chunks_mut(self.inputs).enumerate() {
             view.row_to_f32(index, row);
         }
-        let size = (self.inputs, self.outputs);
-        let decoded = Matrix::new(QuantType::None, DType::F32, size);
+        let decoded = Matrix::new(QuantType::None, DType::F32, self.inputs, self.outputs);
         decoded.of_values(&values)
     }
 
@@ -131,7 +131,8 @@ impl Matrix {
     }
 
     pub(super) fn view<'b>(&'b self, bytes: &'b [u8]) -> WeightView<'b> {
-        let stored = view(self.quant, self.dtype, self.stored_size(), bytes);
+        let (inputs, outputs) = self.stored_size();
+        let stored = view(self.quant, self.dtype, inputs, outputs, bytes);
         self.part.as_ref().map_or(stored, |part| part.view(stored))
     }
 

@@ -43,11 +43,11 @@ const CLUSTERS: [((usize, usize, usize), Class); 8] = [
 pub(super) fn matrices(class: Class) -> Vec<(Matrix, usize)> {
     let sizes = class.select(&SIZES).into_iter();
     let slices = slices(class);
-    let of = |size: (usize, usize)| {
+    let of = |(inputs, outputs): (usize, usize)| {
         FORMATS.into_iter().flat_map(move |quant| {
-            let dtypes = dtypes_of(class, size.0).into_iter();
+            let dtypes = dtypes_of(class, inputs).into_iter();
             dtypes.map(move |dtype| {
-                (Matrix::new(quant, dtype, size), rows_of(class, size.0 * size.1))
+                (Matrix::new(quant, dtype, inputs, outputs), rows_of(class, inputs * outputs))
             })
         })
     };
@@ -78,7 +78,7 @@ fn rows_of(class: Class, weights: usize) -> usize {
 pub(super) fn measured(shapes: &Shapes) -> impl Iterator<Item = Matrix> + '_ {
     shapes.formats.iter().flat_map(|&(quant, dtype)| {
         let of =
-            move |&(outputs, inputs): &(usize, usize)| Matrix::new(quant, dtype, (inputs, outputs));
+            move |&(outputs, inputs): &(usize, usize)| Matrix::new(quant, dtype, inputs, outputs);
         shapes.matrices.iter().map(of)
     })
 }
@@ -137,7 +137,7 @@ impl Case for LinearCase {
         let clusters = CLUSTERS.into_iter().filter(|(_, at)| *at <= class);
         // The fewest inputs that clusters share by segments, and a strip that is not whole.
         cases.extend(FORMATS.map(|quant| LinearCase {
-            weight: Matrix::new(quant, DType::Bf16, (7 * 256 + 64, 20)),
+            weight: Matrix::new(quant, DType::Bf16, 7 * 256 + 64, 20),
             rows: 33,
             has_bias: true,
         }));
@@ -147,18 +147,18 @@ impl Case for LinearCase {
                 (DType::F32, (64, 33), crate::tuning::PANEL_GROUP_ROWS + 18),
                 (DType::Bf16, (4180, 33), 70),
             ];
-            for (dtype, size, rows) in panels {
+            for (dtype, (inputs, outputs), rows) in panels {
                 cases.extend(FORMATS.map(|quant| LinearCase {
-                    weight: Matrix::new(quant, dtype, size),
+                    weight: Matrix::new(quant, dtype, inputs, outputs),
                     rows,
                     has_bias: true,
                 }));
             }
         }
         cases.extend(clusters.flat_map(|((tiles, blocks, rows), _)| {
-            let size = (blocks * 64, tiles * 128 - 5);
+            let (inputs, outputs) = (blocks * 64, tiles * 128 - 5);
             formats.iter().map(move |&quant| LinearCase {
-                weight: Matrix::new(quant, DType::Bf16, size),
+                weight: Matrix::new(quant, DType::Bf16, inputs, outputs),
                 rows,
                 has_bias: false,
             })
@@ -305,13 +305,13 @@ impl Case for ProductsCase {
         let of = |quant: &QuantType| {
             let quant = *quant;
             let cases = outputs.iter().map(move |outputs| {
-                let of = |outputs| Matrix::new(quant, DType::Bf16, (INPUTS, outputs));
+                let of = |outputs| Matrix::new(quant, DType::Bf16, INPUTS, outputs);
                 ProductsCase { weights: outputs.map(of).to_vec(), rows: 40 }
             });
             // As of a rank: its heads, and a key/value head that every rank has.
             let part = Slice::new((2 * INPUTS, 70), &[3..40, 50..63], INPUTS..2 * INPUTS);
             let heads = Matrix::slice(quant, DType::Bf16, part);
-            let whole = Matrix::new(quant, DType::Bf16, (INPUTS, 9));
+            let whole = Matrix::new(quant, DType::Bf16, INPUTS, 9);
             let slices = ProductsCase { weights: vec![heads, whole], rows: 40 };
             cases.chain((quant != QuantType::None).then_some(slices))
         };

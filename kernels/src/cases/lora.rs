@@ -71,8 +71,8 @@ impl AdaptCase {
     ) -> Result<B::Adapters<'w>, Failure> {
         let mut adapters = Vec::new();
         for (number, (&(rank, dtype), [a, b])) in self.adapters.iter().zip(stored).enumerate() {
-            let a = bench.matrix(view(QuantType::None, dtype, (self.inputs, rank), a))?;
-            let b = bench.matrix(view(QuantType::None, dtype, (rank, self.outputs), b))?;
+            let a = bench.matrix(view(QuantType::None, dtype, self.inputs, rank, a))?;
+            let b = bench.matrix(view(QuantType::None, dtype, rank, self.outputs, b))?;
             adapters.push(Some(Adapter { a, b, scale: 0.5 + number as f32 }));
         }
         adapters.push(None);

@@ -4,8 +4,24 @@
 use super::slices::Slice;
 use super::*;
 
-/// Tokens, experts, experts of a token, hidden size, size between gate and down.
-type Sizes = (usize, usize, usize, usize, usize);
+/// How many tokens go to how many experts, and the sizes of those.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    tokens: usize,
+    experts: usize,
+    /// Experts of a token.
+    chosen: usize,
+    hidden: usize,
+    /// Between gate and down.
+    middle: usize,
+}
+
+impl Sizes {
+    /// In the order of the fields.
+    const fn of([tokens, experts, chosen, hidden, middle]: [usize; 5]) -> Sizes {
+        Sizes { tokens, experts, chosen, hidden, middle }
+    }
+}
 
 /// Gate, up and down of two experts, and the two factors of each adapter of each of the three.
 type Stored = ([[Matrix; 2]; 3], [[[Vec<u8>; 2]; 3]; 3]);
@@ -15,22 +31,22 @@ type Share = (usize, usize);
 
 /// Columns that begin and end with groups; that cut groups; and that do so only where they end.
 const SLICES: [((Sizes, Share), Class); 3] = [
-    (((35, 2, 1, 64, 128), (64, 256)), Class::Smallest),
-    (((5, 4, 3, 128, 70), (31, 150)), Class::Smallest),
-    (((140, 2, 2, 64, 64), (96, 192)), Class::Quick),
+    ((Sizes::of([35, 2, 1, 64, 128]), (64, 256)), Class::Smallest),
+    ((Sizes::of([5, 4, 3, 128, 70]), (31, 150)), Class::Smallest),
+    ((Sizes::of([140, 2, 2, 64, 64]), (96, 192)), Class::Quick),
 ];
 
 /// A few rows; rows past a tile of GEMV, and past one of GEMM; widths that tiles do not take, one of
 /// them, or neither.
 const SHAPES: [(Sizes, Class); 8] = [
-    ((3, 3, 2, 64, 64), Class::Smallest),
-    ((33, 1, 1, 64, 64), Class::Smallest),
-    ((35, 2, 1, 64, 128), Class::Quick),
-    ((5, 4, 3, 50, 64), Class::Smallest),
-    ((140, 2, 2, 64, 64), Class::Quick),
-    ((33, 40, 5, 64, 192), Class::Full),
-    ((200, 3, 2, 192, 64), Class::Full),
-    ((64, 8, 2, 4096, 14336), Class::Served),
+    (Sizes::of([3, 3, 2, 64, 64]), Class::Smallest),
+    (Sizes::of([33, 1, 1, 64, 64]), Class::Smallest),
+    (Sizes::of([35, 2, 1, 64, 128]), Class::Quick),
+    (Sizes::of([5, 4, 3, 50, 64]), Class::Smallest),
+    (Sizes::of([140, 2, 2, 64, 64]), Class::Quick),
+    (Sizes::of([33, 40, 5, 64, 192]), Class::Full),
+    (Sizes::of([200, 3, 2, 192, 64]), Class::Full),
+    (Sizes::of([64, 8, 2, 4096, 14336]), Class::Served),
 ];
 
 /// Ranks of the adapters of each matrix.
@@ -73,11 +89,13 @@ struct Operands<'a, B: Subject> {
 impl MixtureCase {
     /// The case, and that of its gradient.
     fn pair(
-        (tokens, experts, chosen, hidden, middle): Sizes,
-        (quant, dtype): (QuantType, DType),
+        sizes: Sizes,
+        quant: QuantType,
+        dtype: DType,
         is_adapted: bool,
         is_measured: bool,
     ) -> [MixtureCase; 2] {
+        let Sizes { tokens, experts, chosen, hidden, middle } = sizes;
         [false, true].map(|is_grad| MixtureCase {
             is_grad,
             tokens,
@@ -108,15 +126,15 @@ impl MixtureCase {
     }
 
     /// A factor of an adapter.
-    fn factor(&self, seed: u64, (inputs, outputs): (usize, usize)) -> Vec<u8> {
-        encode(QuantType::None, self.dtype, inputs, &scaled(seed, (inputs, outputs)))
+    fn factor(&self, seed: u64, inputs: usize, outputs: usize) -> Vec<u8> {
+        encode(QuantType::None, self.dtype, inputs, &scaled(seed, inputs, outputs))
     }
 
     /// Matrix `which` of an expert.
     fn expert(&self, which: usize, seed: u64) -> Matrix {
         let (quant, dtype, (inputs, outputs)) = (self.quant, self.dtype, self.sides()[which]);
         let matrix = match (self.share, which) {
-            (None, _) => Matrix::new(quant, dtype, (inputs, outputs)),
+            (None, _) => Matrix::new(quant, dtype, inputs, outputs),
             (Some((first, all)), 2) => {
                 let (rows, columns) = (0..outputs, first..first + inputs);
                 Matrix::slice(quant, dtype, Slice::new((all, outputs), &[rows], columns))
@@ -126,8 +144,8 @@ impl MixtureCase {
                 Matrix::slice(quant, dtype, Slice::new((inputs, all), &[rows], 0..inputs))
             }
         };
-        let values = scaled(seed, matrix.stored_size());
-        matrix.of_values(&values)
+        let (inputs, outputs) = matrix.stored_size();
+        matrix.of_values(&scaled(seed, inputs, outputs))
     }
 
     fn stored(&self) -> &Stored {
@@ -136,7 +154,7 @@ impl MixtureCase {
             let adapters = sides.map(|(inputs, outputs)| {
                 RANKS.map(|rank| {
                     let seed = (inputs + rank) as u64;
-                    [self.factor(seed, (inputs, rank)), self.factor(seed + 1, (rank, outputs))]
+                    [self.factor(seed, inputs, rank), self.factor(seed + 1, rank, outputs)]
                 })
             });
             ([0, 1, 2].map(|which| [1, 2].map(|seed| self.expert(which, seed))), adapters)
@@ -154,9 +172,9 @@ impl MixtureCase {
         for number in 0..self.experts {
             let mut matrix = |which: usize| {
                 if self.is_measured {
-                    let all = &matrices[which];
+                    let (all, (inputs, outputs)) = (&matrices[which], sides[which]);
                     let bytes = all[(number * 3 + which) % all.len()];
-                    return bench.matrix(view(self.quant, self.dtype, sides[which], bytes));
+                    return bench.matrix(view(self.quant, self.dtype, inputs, outputs, bytes));
                 }
                 // Taken in different orders, so that an expert is not its neighbour.
                 let matrix = &self.stored().0[which][(number >> which) % 2];
@@ -189,8 +207,8 @@ impl MixtureCase {
             }
             let (rank, [a, b]) = (RANKS[number], &stored[number]);
             let scale = 0.25 + 0.125 * (expert % 5) as f32;
-            let a = bench.matrix(view(QuantType::None, self.dtype, (inputs, rank), a))?;
-            let b = bench.matrix(view(QuantType::None, self.dtype, (rank, outputs), b))?;
+            let a = bench.matrix(view(QuantType::None, self.dtype, inputs, rank, a))?;
+            let b = bench.matrix(view(QuantType::None, self.dtype, rank, outputs, b))?;
             adapters.push(Some(Adapter { a, b, scale }));
         }
         let adapters = bench.device.adapters(adapters);
@@ -288,7 +306,7 @@ impl MixtureCase {
 }
 
 /// Values that keep the size of what they are multiplied with.
-fn scaled(seed: u64, (inputs, outputs): (usize, usize)) -> Vec<f32> {
+fn scaled(seed: u64, inputs: usize, outputs: usize) -> Vec<f32> {
     let size = (3.0 / inputs as f32).sqrt();
     noise(seed, inputs * outputs).iter().map(|v| v * size).collect()
 }
@@ -297,22 +315,22 @@ impl Case for MixtureCase {
     fn cases(class: Class) -> Vec<Self> {
         let dtypes: &[DType] = if class == Class::Smallest { &[DType::Bf16] } else { &DTYPES };
         let mut all = Vec::new();
-        for (shape, _) in SHAPES.into_iter().filter(|(_, at)| *at <= class) {
+        for (sizes, _) in SHAPES.into_iter().filter(|(_, at)| *at <= class) {
             // Many tokens fill the tiles of GEMM, which f32 does not go to, and both others alike.
-            let is_tiled = |dtype: &&DType| shape.0 <= 100 || **dtype == DType::Bf16;
+            let is_tiled = |dtype: &&DType| sizes.tokens <= 100 || **dtype == DType::Bf16;
             for quant in FORMATS {
                 for &dtype in dtypes.iter().filter(is_tiled) {
-                    all.extend(MixtureCase::pair(shape, (quant, dtype), false, false));
+                    all.extend(MixtureCase::pair(sizes, quant, dtype, false, false));
                     // Adapters go beside any format in the same way.
                     if quant == QuantType::Nf4 || (quant, dtype) == (QuantType::None, DType::F32) {
-                        all.extend(MixtureCase::pair(shape, (quant, dtype), true, false));
+                        all.extend(MixtureCase::pair(sizes, quant, dtype, true, false));
                     }
                 }
             }
         }
-        for ((shape, share), _) in SLICES.into_iter().filter(|(_, at)| *at <= class) {
+        for ((sizes, share), _) in SLICES.into_iter().filter(|(_, at)| *at <= class) {
             for quant in FORMATS.into_iter().skip(1) {
-                let pair = MixtureCase::pair(shape, (quant, DType::Bf16), true, false);
+                let pair = MixtureCase::pair(sizes, quant, DType::Bf16, true, false);
                 all.extend(pair.map(|case| MixtureCase { share: Some(share), ..case }));
             }
         }
@@ -322,10 +340,11 @@ impl Case for MixtureCase {
     /// A Mixtral of half the widths.
     fn measured(shapes: &Shapes) -> Vec<Self> {
         let formats = shapes.formats.iter().filter(|(_, dtype)| *dtype == DType::Bf16);
-        let of = |&format: &(QuantType, DType)| {
+        let of = |&(quant, dtype): &(QuantType, DType)| {
             shapes.rows.iter().flat_map(move |&tokens| {
-                let shape = (tokens, 8, 2, shapes.hidden / 2, shapes.middle / 2);
-                MixtureCase::pair(shape, format, false, true)
+                let (hidden, middle) = (shapes.hidden / 2, shapes.middle / 2);
+                let sizes = Sizes { tokens, experts: 8, chosen: 2, hidden, middle };
+                MixtureCase::pair(sizes, quant, dtype, false, true)
             })
         };
         formats.flat_map(of).collect()

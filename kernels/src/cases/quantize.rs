@@ -17,8 +17,8 @@ pub(super) struct QuantizeCase {
 }
 
 impl QuantizeCase {
-    fn all(dtype: DType, size: (usize, usize)) -> [QuantizeCase; 2] {
-        let from = Matrix::new(QuantType::None, dtype, size);
+    fn all(dtype: DType, inputs: usize, outputs: usize) -> [QuantizeCase; 2] {
+        let from = Matrix::new(QuantType::None, dtype, inputs, outputs);
         [QuantType::Int8, QuantType::Nf4].map(|quant| QuantizeCase { from: from.clone(), quant })
     }
 
@@ -29,12 +29,14 @@ impl QuantizeCase {
 
 impl Case for QuantizeCase {
     fn cases(class: Class) -> Vec<Self> {
-        let of = |size| DTYPES.into_iter().flat_map(move |dtype| QuantizeCase::all(dtype, size));
+        let of = |(inputs, outputs)| {
+            DTYPES.into_iter().flat_map(move |dtype| QuantizeCase::all(dtype, inputs, outputs))
+        };
         class.select(&SIZES).into_iter().flat_map(of).collect()
     }
 
     fn measured(shapes: &Shapes) -> Vec<Self> {
-        QuantizeCase::all(DType::Bf16, (shapes.hidden, shapes.middle)).into()
+        QuantizeCase::all(DType::Bf16, shapes.hidden, shapes.middle).into()
     }
 
     fn operation(&self) -> &'static str {

@@ -25,12 +25,12 @@ pub(super) fn check<G: Gpu>(
 ) -> Result<usize, Failure> {
     let mut cases = 0;
     for device in devices {
-        for (size, _) in SIZES.into_iter().filter(|(_, at)| *at <= class) {
-            let strip = 16 * size.1 * GROUP / 2;
+        for ((outputs, blocks, shift), _) in SIZES.into_iter().filter(|(_, at)| *at <= class) {
+            let strip = 16 * blocks * GROUP / 2;
             for most in [1, 2 * strip, tuning::CUDA_REPACK_BYTES] {
-                let (outputs, blocks, shift) = size;
                 let case = format!("repack {outputs}x{blocks} shift {shift} pieces of {most}");
-                compare(&mut Bench::checking(device, &case, class), size, most)?;
+                let mut bench = Bench::checking(device, &case, class);
+                compare(&mut bench, outputs, blocks, shift, most)?;
                 cases += 1;
             }
         }
@@ -40,7 +40,9 @@ pub(super) fn check<G: Gpu>(
 
 fn compare<G: Gpu>(
     bench: &mut Bench<'_, Cuda<G>>,
-    (outputs, blocks, shift): (usize, usize, u32),
+    outputs: usize,
+    blocks: usize,
+    shift: u32,
     most: usize,
 ) -> Result<(), Failure> {
     let groups = outputs * blocks;

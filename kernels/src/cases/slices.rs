@@ -69,7 +69,8 @@ impl Slice {
 impl Matrix {
     /// A slice of a matrix.
     pub(super) fn slice(quant: QuantType, dtype: DType, part: Slice) -> Matrix {
-        let mut matrix = Matrix::new(quant, dtype, part.size());
+        let (inputs, outputs) = part.size();
+        let mut matrix = Matrix::new(quant, dtype, inputs, outputs);
         matrix.part = Some(part);
         matrix
     }
@@ -77,7 +78,7 @@ impl Matrix {
     /// A matrix of the same kind and shape, with other values.
     pub(super) fn other(&self) -> Matrix {
         let other = match &self.part {
-            None => Matrix::new(self.quant, self.dtype, (self.inputs, self.outputs)),
+            None => Matrix::new(self.quant, self.dtype, self.inputs, self.outputs),
             Some(Slice { whole, rows, columns, .. }) => {
                 let part = Slice::new(*whole, rows, columns.clone());
                 Matrix::slice(self.quant, self.dtype, part)
@@ -108,7 +109,8 @@ impl Matrix {
 
     /// The whole matrix whose slice this is, if the same code takes it.
     pub(super) fn whole(&self) -> Option<Matrix> {
-        let whole = Matrix::new(self.quant, self.dtype, self.part.as_ref()?.whole);
+        let (inputs, outputs) = self.part.as_ref()?.whole;
+        let whole = Matrix::new(self.quant, self.dtype, inputs, outputs);
         let kind = |of: &Matrix| (of.is_tiled(), of.cuts_groups());
         (kind(&whole) == kind(self)).then_some(whole)
     }

@@ -12,7 +12,8 @@ use crate::tuning;
 
 pub(super) fn lora(
     isa: Isa,
-    (pool, scratch): (&mut Pool, &mut Scratch),
+    pool: &mut Pool,
+    scratch: &mut Scratch,
     delta: &mut Vec<f32>,
     group: &mut Group,
     args: Lora<'_, [f32], WeightView<'_>>,

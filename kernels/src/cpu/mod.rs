@@ -84,8 +84,8 @@ impl Cpu {
     pub fn lora(&mut self, args: Lora<'_, [f32], WeightView<'_>>) -> Result<(), OpError> {
         args.check()?;
         ops_lora::check_dtypes("lora", args.parts)?;
-        let memory = (&mut self.pool, &mut self.scratch);
-        lora::lora(self.isa, memory, &mut self.delta, &mut self.group, args)
+        let (pool, scratch) = (&mut self.pool, &mut self.scratch);
+        lora::lora(self.isa, pool, scratch, &mut self.delta, &mut self.group, args)
     }
 
     /// Gradient of [`lora`](Self::lora).

@@ -125,7 +125,8 @@ impl<F: Elements + ?Sized, A: ?Sized> ExpertAdapters<'_, F, A> {
     pub(crate) fn check(
         &self,
         sizes: ExpertSizes,
-        (tokens, chosen): (usize, usize),
+        tokens: usize,
+        chosen: usize,
         found: impl Fn(&A) -> Result<(AdapterSizes, usize), OpError>,
     ) -> Result<(), OpError> {
         let op = "adapters of experts";
@@ -278,7 +279,7 @@ pub(crate) fn compose(
     let sizes = sizes_of(args.experts)?;
     args.check(sizes)?;
     if let Some(adapters) = &args.adapters {
-        adapters.check(sizes, (args.tokens, args.chosen), listed)?;
+        adapters.check(sizes, args.tokens, args.chosen, listed)?;
     }
     let (tokens, width, round) = (args.tokens, sizes.hidden, args.round);
     route::reference(Route {
@@ -301,13 +302,13 @@ pub(crate) fn compose(
         }
         let own = ExpertRows { number, expert, index: &index, round };
         let x = own.gather(args.x, width, gathered)?;
-        own.gate_and_up(primitives, &mut args.adapters, x, (&mut *gate, &mut *up))?;
+        own.gate_and_up(primitives, &mut args.adapters, x, gate, up)?;
         let len = rows * sizes.middle;
         primitives.silu_mul(SiluMul { gate: &mut *gate, up: &*up, len, round })?;
         let mut down = [Product { weight: expert.down, bias: None, out: &mut *given }];
         primitives.products(Products { x: &*gate, rows, parts: &mut down })?;
         primitives.all_reduce(&mut given[..rows * width])?;
-        own.adapt(primitives, &mut args.adapters, DOWN, (&*gate, &mut *given))?;
+        own.adapt(primitives, &mut args.adapters, DOWN, gate, given)?;
         route::reference_scatter_add(ScatterAdd {
             x: &*given,
             index: &index,
@@ -350,13 +351,14 @@ impl ExpertRows<'_, '_> {
         primitives: &mut impl Primitives,
         adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
         x: &[f32],
-        (gate, up): (&mut [f32], &mut [f32]),
+        gate: &mut [f32],
+        up: &mut [f32],
     ) -> Result<(), OpError> {
         let both = [(self.expert.gate, &mut *gate), (self.expert.up, &mut *up)];
         let mut parts = both.map(|(weight, out)| Product { weight, bias: None, out });
         primitives.products(Products { x, rows: self.index.len(), parts: &mut parts })?;
-        self.adapt(primitives, adapters, 0, (x, gate))?;
-        self.adapt(primitives, adapters, 1, (x, up))
+        self.adapt(primitives, adapters, 0, x, gate)?;
+        self.adapt(primitives, adapters, 1, x, up)
     }
 
     /// Adds what adapters make of `x` to its product with matrix `which`.
@@ -365,7 +367,8 @@ impl ExpertRows<'_, '_> {
         primitives: &mut impl Primitives,
         adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
         which: usize,
-        (x, out): (&[f32], &mut [f32]),
+        x: &[f32],
+        out: &mut [f32],
     ) -> Result<(), OpError> {
         let Some(adapters) = adapters else {
             return Ok(());

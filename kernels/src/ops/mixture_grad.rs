@@ -111,7 +111,7 @@ pub(crate) fn compose(
     let sizes = sizes_of(args.experts)?;
     args.check(sizes)?;
     if let Some(adapters) = &args.adapters {
-        adapters.check(sizes, (args.tokens, args.chosen), listed)?;
+        adapters.check(sizes, args.tokens, args.chosen, listed)?;
     }
     let (tokens, experts, width) = (args.tokens, sizes.experts, sizes.hidden);
     let (chosen, round) = (args.chosen, args.round);
@@ -126,7 +126,7 @@ pub(crate) fn compose(
             tokens_of(&args.workspace.weights[..tokens * experts], number, experts);
         if !index.is_empty() {
             let own = ExpertRows { number, expert, index: &index, round };
-            own.backward(primitives, gathered, &mut args, (sizes, &weights))?;
+            own.backward(primitives, gathered, &mut args, sizes, &weights)?;
         }
     }
     primitives.all_reduce(&mut args.workspace.shares[..tokens * experts])?;
@@ -143,17 +143,18 @@ impl ExpertRows<'_, '_> {
         primitives: &mut impl Primitives,
         gathered: &mut Vec<f32>,
         args: &mut MixtureGrad<'_, [f32], [Expert<WeightView<'_>>], AdapterViews<'_>>,
-        (sizes, weights): (ExpertSizes, &[f32]),
+        sizes: ExpertSizes,
+        weights: &[f32],
     ) -> Result<(), OpError> {
         let ExpertSizes { experts, hidden: width, middle } = sizes;
         let MixtureGradWorkspace { gate, up, grad, given: [given, part], shares, .. } =
             &mut args.workspace;
-        let (adapters, index, expert) = (&mut args.adapters, self.index, self.expert);
+        let (adapters, index) = (&mut args.adapters, self.index);
         let x = self.gather(args.x, width, gathered)?;
         let out = &mut **given;
         route::reference_gather(Gather { x: args.grad, index, width, out })?;
-        self.gate_and_up(primitives, adapters, x, (&mut **gate, &mut **up))?;
-        self.gradient(primitives, adapters, (DOWN, expert.down), (given, &mut **grad))?;
+        self.gate_and_up(primitives, adapters, x, gate, up)?;
+        self.gradient(primitives, adapters, DOWN, given, grad)?;
         route::reference_gate_dot(GateDot {
             gate: &**gate,
             up: &**up,
@@ -171,8 +172,8 @@ impl ExpertRows<'_, '_> {
             grad: &**grad,
             len,
         })?;
-        self.gradient(primitives, adapters, (0, expert.gate), (gate, &mut **given))?;
-        self.gradient(primitives, adapters, (1, expert.up), (up, &mut **part))?;
+        self.gradient(primitives, adapters, 0, gate, given)?;
+        self.gradient(primitives, adapters, 1, up, part)?;
         for x in [&**given, &**part] {
             let (out, round) = (&mut *args.out, DType::F32);
             route::reference_scatter_add(ScatterAdd { x, index, weights, width, out, round })?;
@@ -185,10 +186,12 @@ impl ExpertRows<'_, '_> {
         &self,
         primitives: &mut impl Primitives,
         adapters: &mut Option<ExpertAdapters<'_, [f32], AdapterViews<'_>>>,
-        (which, weight): (usize, WeightView<'_>),
-        (grad, out): (&[f32], &mut [f32]),
+        which: usize,
+        grad: &[f32],
+        out: &mut [f32],
     ) -> Result<(), OpError> {
-        let rows = self.index.len();
+        let (rows, expert) = (self.index.len(), self.expert);
+        let weight = [expert.gate, expert.up, expert.down][which];
         primitives.linear_grad(LinearGrad { grad, weight, out: &mut *out, rows })?;
         let Some(adapters) = adapters else {
             return Ok(());

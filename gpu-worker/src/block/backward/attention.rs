@@ -3,18 +3,19 @@
 use super::*;
 
 impl<B: Backend> Backward<'_, '_, '_, B> {
-    /// Gradient of attention: `grad` of its output, `out` of its input `fed`. Queries are where
-    /// the forward pass saved them, or in `heads`; so is, if it `is_known`, the output of attention.
+    /// Gradient of attention: `grad` of its output, and what this rank has of that of its input
+    /// into `branch`. Queries are where the forward pass saved them, or in `forward_heads`; so is,
+    /// if it `is_known`, the output of attention.
     pub(super) fn attention(
         &mut self,
+        piece: &mut Piece<'_, B>,
         grad: &B::Floats,
-        (queries, heads, is_known): (Option<&B::Floats>, &mut Heads<B>, bool),
-        fed: &B::Floats,
-        work: &mut HeadGradients<B>,
-        out: &mut B::Floats,
+        is_known: bool,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
         let (spec, weights, tokens) = (self.pass.spec, self.pass.weights, self.pass.tokens);
+        let queries = piece.saved.queries.as_deref();
+        let (heads, work) = (&mut *piece.forward_heads, &mut *piece.heads);
         self.linear(grad, &weights.o, tokens, &mut work.attended)?;
         let (divisor, alibi) = (self.pass.divisor(), self.pass.alibi());
         self.pass.backend.attention_grad(AttentionGrad {
@@ -42,8 +43,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             })?;
         }
         self.rotate_back(heads, work)?;
-        self.norm_heads(fed, heads, work)?;
-        self.project(work, out)
+        self.norm_heads(piece.normed, heads, work)?;
+        self.project(work, piece.branch)
     }
 
     /// Rows of the sums that are the tokens of this piece.

@@ -10,7 +10,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         fed: &B::Floats,
         grad: &B::Floats,
         given: [Option<&mut B::Floats>; 2],
-        (of, work): (&mut Forward<B>, &mut Middle<B>),
+        of: &mut Forward<B>,
+        work: &mut Middle<B>,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         let (weights, tokens) = (self.pass.weights, self.pass.tokens);

@@ -83,9 +83,8 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
             None => piece.normed,
         };
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
-        let work = (&mut *piece.forward_middle, &mut *piece.middle);
-        self.mlp(fed, gradient, given, work, piece.aside)?;
-        self.attention_part(&mut piece, gradient, false, pages)?;
+        self.mlp(fed, gradient, given, piece.forward_middle, piece.middle, piece.aside)?;
+        self.attention(&mut piece, gradient, false, pages)?;
         match mlp_norm {
             _ if !self.mlp_is_part() => self.sum(&mut [&mut *piece.branch])?,
             Some(_) => self.sum(&mut [&mut *piece.branch, &mut *piece.aside])?,
@@ -126,8 +125,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         self.pass.backend.copy(x, piece.h, self.pass.tokens * self.pass.spec.hidden)?;
         let Heads { q, attended, .. } = &mut *piece.forward_heads;
         let queries = piece.saved.queries.as_deref().unwrap_or(&**q);
-        let outs = (&mut **attended, Some(&mut *piece.heads.logsum));
-        self.pass.attend(queries, outs, pages)?;
+        self.pass.attend(queries, attended, Some(&mut *piece.heads.logsum), pages)?;
         self.pass.out_of(attended, piece.attended)?;
         self.pass.add_mlp_norm(piece.h, piece.attended, piece.fed)
     }
@@ -135,8 +133,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// Gradient of the MLP's input, into `branch`.
     fn mlp_branch(&mut self, piece: &mut Piece<'_, B>, grad: &B::Floats) -> Result<(), OpError> {
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
-        let work = (&mut *piece.forward_middle, &mut *piece.middle);
-        self.mlp(piece.fed, grad, given, work, piece.branch)?;
+        self.mlp(piece.fed, grad, given, piece.forward_middle, piece.middle, piece.branch)?;
         match self.mlp_is_part() {
             true => self.sum(&mut [&mut *piece.branch]),
             false => Ok(()),
@@ -158,20 +155,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
         is_attended: bool,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
-        self.attention_part(piece, grad, is_attended, pages)?;
+        self.attention(piece, grad, is_attended, pages)?;
         self.sum(&mut [&mut *piece.branch])
-    }
-
-    /// What this rank has of it.
-    fn attention_part(
-        &mut self,
-        piece: &mut Piece<'_, B>,
-        grad: &B::Floats,
-        is_attended: bool,
-        pages: &mut B::Pages<'_>,
-    ) -> Result<(), OpError> {
-        let queries = piece.saved.queries.as_deref();
-        let own = (queries, &mut *piece.forward_heads, is_attended);
-        self.attention(grad, own, piece.normed, piece.heads, piece.branch, pages)
     }
 }

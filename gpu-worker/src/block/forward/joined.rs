@@ -47,7 +47,7 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
             pass.add_norm(hidden, branch, &pass.weights.attention_norm, normed)?;
             return self.halves(hidden, pages, SavedActivations::default());
         }
-        let first = pass.heads_of_sum(hidden, branch, (&mut **beside, &mut **normed), heads)?;
+        let first = pass.heads_of_sum(hidden, branch, beside, normed, heads)?;
         pass.attend_new(heads, None, pages)?;
         pass.out_of(&heads.attended, branch)?;
         // The states are where the first sum is, and the other place is free.
@@ -55,7 +55,7 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
             SumPlace::X => (&mut *hidden, &mut **beside),
             SumPlace::Sum => (&mut **beside, &mut *hidden),
         };
-        let second = pass.mlp_of_sum(states, branch, (free, normed), middle)?;
+        let second = pass.mlp_of_sum(states, branch, free, normed, middle)?;
         match first == second {
             true => Ok(()),
             false => pass.backend.copy(beside, hidden, pass.tokens * pass.spec.hidden),

@@ -24,7 +24,8 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         &mut self,
         x: &mut B::Floats,
         branch: &mut B::Floats,
-        (beside, normed): (&mut B::Floats, &mut B::Floats),
+        beside: &mut B::Floats,
+        normed: &mut B::Floats,
         middle: &mut Middle<B>,
     ) -> Result<SumPlace, OpError> {
         let weights = self.weights;

@@ -145,7 +145,8 @@ impl<G: Gpu> CudaPasses<G> {
         &mut self,
         cuda: &mut Cuda<G>,
         unit: &PassUnit<'_, '_, Cuda<G>>,
-        (resident, host): (&Resident, &mut [u8]),
+        resident: &Resident,
+        host: &mut [u8],
     ) -> Result<(), OpError> {
         let values = unit.values();
         let [_, region] = &mut self.regions;
@@ -157,12 +158,14 @@ impl<G: Gpu> CudaPasses<G> {
         let own = gradient.part_mut(values.clone()).ok_or(NOT_THERE)?;
         let pages = BlockPages { resident: resident.pages(unit.position), memory, host };
         let (work, input) = (&mut self.work, &self.input);
+        let [of_keys, of_values] = sums;
+        let sums: Sums<'_, Cuda<G>> = Sums { keys: of_keys, values: of_values, starts: &starts };
         if is_aligned(values.start) {
-            return pages.back(cuda, unit, work, input, own, (sums, &starts));
+            return pages.back(cuda, unit, work, input, own, sums);
         }
         let mut staging = cuda.buffer(values.len());
         cuda.copy(own, &mut staging, values.len())?;
-        pages.back(cuda, unit, work, input, &mut staging, (sums, &starts))?;
+        pages.back(cuda, unit, work, input, &mut staging, sums)?;
         cuda.copy(&staging, own, values.len())
     }
 
@@ -195,7 +198,9 @@ impl<G: Gpu> CudaPasses<G> {
         }
         let pages = BlockPages { resident: None, memory: &mut None, host };
         let (work, input) = (&mut self.work, &self.input);
-        pages.back(cuda, unit, work, input, &mut own, (&mut self.sums, &starts))?;
+        let [of_keys, of_values] = &mut self.sums;
+        let sums: Sums<'_, Cuda<G>> = Sums { keys: of_keys, values: of_values, starts: &starts };
+        pages.back(cuda, unit, work, input, &mut own, sums)?;
         cuda.download(&own, gradient)?;
         for (host, sums) in [keys, key_values].into_iter().zip(&self.sums) {
             cuda.download(sums, host.get_mut(part.clone()).ok_or(NOT_THERE)?)?;
@@ -238,12 +243,10 @@ impl<G: Gpu> BlockPages<'_, G> {
         work: &mut GradientWork<Cuda<G>>,
         x: &Floats,
         gradient: &mut Floats,
-        (sums, starts): (&mut [Buffer<G>; 2], &[usize]),
+        sums: Sums<'_, Cuda<G>>,
     ) -> Result<(), OpError> {
         let (spec, weights, input) = (unit.spec, unit.weights, unit.input());
-        let [keys, values] = sums;
         self.work_on(cuda, unit.layout, |cuda, pages| {
-            let sums: Sums<'_, Cuda<G>> = Sums { keys, values, starts };
             let saved = SavedActivations::default();
             backward(cuda, spec, weights, work, input, x, gradient, sums, saved, pages)
         })
@@ -351,7 +354,7 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
             None => pages.get_mut(unit.pages()).ok_or(NOT_THERE)?,
         };
         match resident {
-            Some(resident) => self.backward_resident(cuda, unit, (resident, host))?,
+            Some(resident) => self.backward_resident(cuda, unit, resident, host)?,
             None => self.backward_on_host(cuda, unit, host, gradients)?,
         }
         if !unit.ends_backward() {

@@ -140,7 +140,8 @@ impl<G: Gpu> RecordedSteps<G> {
         cuda: &mut Cuda<G>,
         cache: &mut <Cuda<G> as DeviceBackend>::Cache,
         shape: KvShape,
-        (unit, whole_heads): (&StepUnit<'_, '_, Cuda<G>>, usize),
+        unit: &StepUnit<'_, '_, Cuda<G>>,
+        whole_heads: usize,
     ) -> Result<(), OpError> {
         if shape.pages == 0 {
             return Ok(());
@@ -161,7 +162,7 @@ impl<G: Gpu> RecordedSteps<G> {
                 // writes anew.
                 cuda.set_step(&[], &[], unit.blocks.start)?;
                 cuda.use_fixed_step(true);
-                let done = recordings.record(cuda, cache, unit, (tokens, adapted), longest);
+                let done = recordings.record(cuda, cache, unit, tokens, adapted, longest);
                 cuda.use_fixed_step(false);
                 done?;
                 tokens *= 2;
@@ -282,13 +283,14 @@ impl<G: Gpu> Recordings<G> {
         cuda: &mut Cuda<G>,
         cache: &mut <Cuda<G> as DeviceBackend>::Cache,
         unit: &StepUnit<'_, '_, Cuda<G>>,
-        (tokens, adapted): (usize, bool),
+        tokens: usize,
+        adapted: bool,
         longest: usize,
     ) -> Result<(), OpError> {
         let (rows, any) = any_rows(tokens, adapted);
         let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
         let (spec, values) = (unit.spec, tokens * unit.spec.hidden);
-        prepare(cuda, spec, unit.dtype, &mut self.work, (&[], &[]), &rows)?;
+        prepare(cuda, spec, unit.dtype, &mut self.work, &[], &[], &rows)?;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
         let mut pages = cache.blocks(cuda, unit.blocks.clone(), &[])?;
         let (first, end) = (unit.blocks.start, unit.blocks.end);
@@ -315,7 +317,7 @@ impl<G: Gpu> Recordings<G> {
             debug!(?blocks, tokens, recorded = self.recorded, "recorded a decode step");
             self.graphs.insert(Key { blocks, tokens, adapted }, graph);
         }
-        close_run(cuda, &self.work, &mut self.states, (values, unit.dtype))
+        close_run(cuda, &self.work, &mut self.states, values, unit.dtype)
     }
 
     /// Sends the states of a step through the blocks of `unit`.
@@ -342,7 +344,7 @@ impl<G: Gpu> Recordings<G> {
         let (rows, any) = any_rows(step.tokens, step.adapted);
         let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
         let (spec, dtype) = (unit.spec, unit.dtype);
-        prepare(cuda, spec, dtype, &mut self.work, (step.rows, step.lengths), &rows)?;
+        prepare(cuda, spec, dtype, &mut self.work, step.rows, step.lengths, &rows)?;
         let first = unit.blocks.start;
         let values = step.tokens * spec.hidden;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
@@ -351,7 +353,7 @@ impl<G: Gpu> Recordings<G> {
         while at < unit.blocks.end {
             let prompts = step.prompts_of(at - first);
             if !prompts.is_empty() {
-                self.add_prompts(cuda, prompts, (values, dtype))?;
+                self.add_prompts(cuda, prompts, values, dtype)?;
             }
             let key = self.next(at, unit, step);
             let blocks = key.blocks.clone();
@@ -365,7 +367,7 @@ impl<G: Gpu> Recordings<G> {
             }
             at = blocks.end;
         }
-        close_run(cuda, &self.work, &mut self.states, (values, dtype))
+        close_run(cuda, &self.work, &mut self.states, values, dtype)
     }
 
     /// The run of recorded blocks that begins at block `at` and lies in the unit, or this block
@@ -386,9 +388,10 @@ impl<G: Gpu> Recordings<G> {
         &mut self,
         cuda: &mut Cuda<G>,
         prompts: &[PromptPart<'_>],
-        (values, round): (usize, kernels::DType),
+        values: usize,
+        round: kernels::DType,
     ) -> Result<(), OpError> {
-        close_run(cuda, &self.work, &mut self.states, (values, round))?;
+        close_run(cuda, &self.work, &mut self.states, values, round)?;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
         prompts.iter().try_for_each(|part| {
             let (offset, prompt) = (part.offset, part.values);

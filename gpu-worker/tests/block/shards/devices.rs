@@ -142,7 +142,8 @@ impl Model {
             cuda.join(map, others, has_peers).unwrap();
             let weights = MappedWeights::map_shard(
                 &self.manifest,
-                (self.span, WeightFiles::open(&self.manifest, self.span).unwrap()),
+                self.span,
+                WeightFiles::open(&self.manifest, self.span).unwrap(),
                 Some(shard),
                 Keep::Mapped,
                 || (),

@@ -62,7 +62,7 @@ impl Model {
         let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
         let given: HashMap<_, _> =
             tensors.map(|(name, t)| (name, convert::to_vec(DType::F32, t.data()))).collect();
-        Model::prepare(&folder, adapters, (quant, None), given, None)
+        Model::prepare(&folder, adapters, quant, None, given, None)
     }
 
     /// Blocks like those of the golden data, of width 256 with four heads of 64 and so many columns
@@ -95,13 +95,14 @@ impl Model {
             ("output_gradient".to_owned(), values(2, states)),
             ("prompts".to_owned(), values(3, spec.num_blocks * BATCH * PREFIX * spec.hidden)),
         ]);
-        Model::prepare(&folder, &[], (quant, None), given, Some(made))
+        Model::prepare(&folder, &[], quant, None, given, Some(made))
     }
 
     fn prepare(
         folder: &Path,
         adapters: &[&str],
-        (quant, dtype): (QuantType, Option<DType>),
+        quant: QuantType,
+        dtype: Option<DType>,
         given: HashMap<String, Vec<f32>>,
         made: Option<tempfile::TempDir>,
     ) -> Model {
@@ -145,7 +146,7 @@ impl Model {
     pub(super) fn in_f32(&self) -> Model {
         let adapters: Vec<&str> = self.adapters.iter().map(String::as_str).collect();
         let (folder, given) = (&self.folder, self.given.clone());
-        Model::prepare(folder, &adapters, (self.quant, Some(DType::F32)), given, None)
+        Model::prepare(folder, &adapters, self.quant, Some(DType::F32), given, None)
     }
 }
 

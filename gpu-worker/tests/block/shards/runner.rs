@@ -137,7 +137,7 @@ impl<'m, 'w> Runner<'m, 'w> {
                 );
                 self.chain.block(block, &all, &prompts, &mut hidden);
             }
-            put(&mut outputs, &hidden, (tokens * width, from * width));
+            put(&mut outputs, &hidden, tokens * width, from * width);
             from = to;
         }
         outputs
@@ -180,7 +180,7 @@ impl<'m, 'w> Runner<'m, 'w> {
                     false => SavedActivations::default(),
                 };
                 self.chain.gradient(block, &rows, &prompts, &x, &mut taken, saved);
-                put(&mut gradient, &taken.gradient, (tokens * width, from * width));
+                put(&mut gradient, &taken.gradient, tokens * width, from * width);
             }
             of_prompts.extend(self.part(&gradient, &(0..PREFIX)));
         }
@@ -195,7 +195,7 @@ fn rows_of<'t>(tables: &'t [Vec<PageId>], tokens: &Range<usize>) -> Vec<StepRow<
 }
 
 /// Puts `part` `[rows, ..]` into rows of `width` values, `start` values behind where they begin.
-fn put(all: &mut [f32], part: &[f32], (width, start): (usize, usize)) {
+fn put(all: &mut [f32], part: &[f32], width: usize, start: usize) {
     let len = part.len() / (all.len() / width);
     for (row, part) in all.chunks_mut(width).zip(part.chunks(len)) {
         row[start..start + len].copy_from_slice(part);

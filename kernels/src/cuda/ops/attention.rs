@@ -39,7 +39,7 @@ pub(crate) fn launch_append<G: Gpu>(
     args.check()?;
     let layout = args.pages.layout();
     let heads = total_tokens(args.rows) * layout.kv_heads * args.group;
-    let by_decode = match decode_of(cuda, layout, args.rows, args.group) {
+    let (kernels, workspace) = match decode_of(cuda, layout, args.rows, args.group) {
         Some(by_decode) if heads > 0 && layout.head_dim <= sizes::attention_decode::FRESH_DIM => {
             by_decode
         }
@@ -53,7 +53,7 @@ pub(crate) fn launch_append<G: Gpu>(
     };
     let attention = args.attention();
     let common = common(cuda, &attention)?;
-    decode(cuda, by_decode, attention, common, fresh)
+    decode(cuda, kernels, workspace, attention, common, fresh)
 }
 
 /// The same, with prefill by warpgroups or by warps. A device without warpgroups refuses them.
@@ -71,8 +71,8 @@ pub(crate) fn launch_by<G: Gpu>(
         return Err(OpError::Shape { op: "attention", what: "a head of more than 256 elements" });
     }
     let common = common(cuda, &args)?;
-    if let Some(by_decode) = decode_of(cuda, layout, args.rows, args.group) {
-        return decode(cuda, by_decode, args, common, Fresh::NOTHING);
+    if let Some((kernels, workspace)) = decode_of(cuda, layout, args.rows, args.group) {
+        return decode(cuda, kernels, workspace, args, common, Fresh::NOTHING);
     }
     let dim = HEAD_DIMS.iter().position(|dim| *dim == layout.head_dim);
     let dim = dim.filter(|_| layout.dtype != DType::F32);
@@ -198,14 +198,16 @@ fn generic<G: Gpu>(
     unsafe { cuda.launch(launch) }
 }
 
+/// With so many bytes of workspace, or with that of a fixed step.
 fn decode<G: Gpu>(
     cuda: &mut Cuda<G>,
-    ((names, shared_bytes), workspace): (Kernels, Option<usize>),
+    kernels: Kernels,
+    workspace: Option<usize>,
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
     fresh: Fresh,
 ) -> Result<(), OpError> {
-    let layout = args.pages.layout();
+    let ((names, shared_bytes), layout) = (kernels, args.pages.layout());
     let own = workspace.map(|bytes| cuda.scratch(bytes)).transpose()?;
     let workspace = match (&own, cuda.fixed()) {
         (Some(own), _) => own.address(),
@@ -267,12 +269,12 @@ fn decode<G: Gpu>(
 /// With `queries` queries of each CTA, by warps (`attention_prefill.cu`) or by warpgroups.
 fn prefill<G: Gpu>(
     cuda: &mut Cuda<G>,
-    (names, shared_bytes): Kernels,
+    kernels: Kernels,
     queries: usize,
     args: Attention<'_, Floats, Pages<'_>>,
     common: Common,
 ) -> Result<(), OpError> {
-    let layout = args.pages.layout();
+    let ((names, shared_bytes), layout) = (kernels, args.pages.layout());
     let most = args.rows.iter().map(|row| row.tokens).max().unwrap_or(0);
     let launch = Launch {
         kernel: names[usize::from(layout.dtype == DType::F16)],

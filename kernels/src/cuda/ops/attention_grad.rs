@@ -52,8 +52,8 @@ pub(crate) fn launch_within<G: Gpu>(
     match (variant, &args.known) {
         (None, _) => generic(cuda, args, common),
         (Some(variant), Some(known)) => {
-            let known = (known.out.address(), known.logsum.address());
-            tiled(cuda, args, common, variant, known)
+            let (out, logsum) = (known.out.address(), known.logsum.address());
+            tiled(cuda, args, common, variant, out, logsum)
         }
         (Some(variant), None) => {
             let mut out = cuda.buffer(tokens * heads * layout.head_dim);
@@ -72,8 +72,7 @@ pub(crate) fn launch_within<G: Gpu>(
                     logsum: Some(&mut *logsum),
                 },
             )?;
-            let known = (out.address(), logsum.address());
-            tiled(cuda, args, common, variant, known)
+            tiled(cuda, args, common, variant, out.address(), logsum.address())
         }
     }
 }
@@ -100,10 +99,11 @@ fn tiled<G: Gpu>(
     args: AttentionGrad<'_, Floats, Pages<'_>>,
     common: Common,
     variant: usize,
-    (out, logsum): (Address, Address),
+    out: Address,
+    logsum: Address,
 ) -> Result<(), OpError> {
     let pages: Vec<usize> = args.rows.iter().map(pages_of).collect();
-    let operands = begin(cuda, &args, common, &pages, (out, logsum))?;
+    let operands = begin(cuda, &args, common, &pages, out, logsum)?;
     let blocks = pages.iter().sum::<usize>() * common.heads;
     let longest = args.rows.iter().map(|row| row.prefix + row.tokens).max();
     let all_tiles = longest.unwrap_or(0).div_ceil(TILE_KEYS);
@@ -144,7 +144,8 @@ fn begin<G: Gpu>(
     args: &AttentionGrad<'_, Floats, Pages<'_>>,
     common: Common,
     pages: &[usize],
-    (out, logsum): (Address, Address),
+    out: Address,
+    logsum: Address,
 ) -> Result<Operands<G>, OpError> {
     let layout = args.pages.layout();
     let (dim, pairs) = (layout.head_dim, common.tokens * common.heads);

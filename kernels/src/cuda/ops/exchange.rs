@@ -64,17 +64,19 @@ pub(crate) fn launch<G: Gpu>(
         let Some(member) = cuda.member() else {
             return Ok(());
         };
-        let launch = launch_of(member, how, (at, parts.len()), len)?;
+        let launch = launch_of(member, how, at, parts.len(), len)?;
         // SAFETY: every part holds `len` values; the table names exchange memory of the lanes, which
         // `Member` keeps mapped.
         unsafe { cuda.launch(launch) }
     })
 }
 
+/// For `count` parts of `len` values, which `parts` begins with.
 fn launch_of<G: Gpu>(
     member: &Member<G>,
     how: Exchange,
-    (parts, count): ([Address; MAX_PARTS], usize),
+    parts: [Address; MAX_PARTS],
+    count: usize,
     len: usize,
 ) -> Result<Launch, OpError> {
     let (world, groups) = (member.world(), len.div_ceil(4).saturating_mul(count));

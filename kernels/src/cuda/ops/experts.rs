@@ -5,7 +5,7 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::linear::by_format;
-use super::lora::Rows;
+use super::lora::{Operands, Rows};
 use super::{by_dtype, convert, elementwise, exchange};
 use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
@@ -26,13 +26,12 @@ pub(crate) fn launch<G: Gpu>(
     let sizes = args.experts.sizes();
     args.check(sizes)?;
     if let Some(adapters) = &args.adapters {
-        adapters.check(sizes, (args.tokens, args.chosen), found)?;
+        adapters.check(sizes, args.tokens, args.chosen, found)?;
     }
     let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
         return Ok(());
     };
-    let step = (args.tokens, args.chosen);
-    let plan = Plan::new(args.experts, like, step, args.workspace.lists, true);
+    let plan = Plan::new(args.experts, like, args.tokens, args.chosen, args.workspace.lists, true);
     // Ranks of a group on different devices may have other bits: the logits of rank 0 decide.
     exchange::broadcast(cuda, args.logits, args.tokens * sizes.experts)?;
     let group = Group {
@@ -41,21 +40,21 @@ pub(crate) fn launch<G: Gpu>(
         round: args.round,
     };
     group.launch(cuda, &plan)?;
-    let (x, workspace, round) = (args.x, args.workspace, args.round);
+    let (from, workspace, round) = (Source::of_tokens(args.x), args.workspace, args.round);
     let outs = [&mut *workspace.gate, &mut *workspace.up];
-    plan.product(cuda, (x, true), outs.map(|out| out.address()), 0)?;
+    plan.product(cuda, from, outs.map(|out| out.address()), 0)?;
     let adapters = &mut args.adapters;
-    plan.adapt(cuda, adapters, (x, true), (&mut *workspace.gate, 0), round)?;
-    plan.adapt(cuda, adapters, (x, true), (&mut *workspace.up, 1), round)?;
+    plan.adapt(cuda, adapters, from, workspace.gate, 0, round)?;
+    plan.adapt(cuda, adapters, from, workspace.up, 1, round)?;
     let names = ["silu_mul_f32", "silu_mul_bf16", "silu_mul_f16"];
     let len = plan.pairs() * sizes.middle;
     let params = Params::new().write(workspace.gate).read(workspace.up).wide(len);
     // SAFETY: `check` has made sure that both hold the middle of all pairs.
     unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
-    plan.product(cuda, (workspace.gate, false), [workspace.given.address()], 2)?;
+    let from = Source::of_pairs(workspace.gate);
+    plan.product(cuda, from, [workspace.given.address()], 2)?;
     exchange::all_reduce(cuda, &mut [&mut *workspace.given], plan.pairs() * sizes.hidden)?;
-    let x = (&*workspace.gate, false);
-    plan.adapt(cuda, adapters, x, (&mut *workspace.given, 2), round)?;
+    plan.adapt(cuda, adapters, from, workspace.given, 2, round)?;
     let names = ["experts_combine_f32", "experts_combine_bf16", "experts_combine_f16"];
     let combine = Launch {
         kernel: by_dtype(names, args.round),
@@ -134,6 +133,25 @@ impl Group<'_> {
 const PAIR_TOKEN: usize = 0;
 const PAIR_ADAPTER: usize = 3;
 
+/// What products of experts are computed from, or their gradients.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub(super) x: &'a Floats,
+    /// Whether the rows of `x` are those of tokens, which all pairs of a token share; else every
+    /// pair has its own.
+    pub(super) by_token: bool,
+}
+
+impl<'a> Source<'a> {
+    pub(super) fn of_tokens(x: &'a Floats) -> Source<'a> {
+        Source { x, by_token: true }
+    }
+
+    pub(super) fn of_pairs(x: &'a Floats) -> Source<'a> {
+        Source { x, by_token: false }
+    }
+}
+
 /// What all products of a step share.
 pub(super) struct Plan<'a, G: Gpu> {
     /// One that all others are like.
@@ -155,7 +173,8 @@ impl<'a, G: Gpu> Plan<'a, G> {
     pub(super) fn new(
         experts: &Experts<G>,
         like: &'a Expert<Matrix<G>>,
-        (tokens, chosen): (usize, usize),
+        tokens: usize,
+        chosen: usize,
         lists: &Floats,
         has_gemm: bool,
     ) -> Plan<'a, G> {
@@ -203,14 +222,14 @@ impl<'a, G: Gpu> Plan<'a, G> {
         self.lists.offset(4 * (head + lists * self.pairs()))
     }
 
-    /// Adds what adapters make of `x` (of tokens or of pairs) to its products with matrix `which`
-    /// of each expert.
+    /// Adds what adapters make of a source to its products with matrix `which` of each expert.
     pub(super) fn adapt(
         &self,
         cuda: &mut Cuda<G>,
         adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
-        (x, by_token): (&Floats, bool),
-        (out, which): (&mut Floats, usize),
+        from: Source<'_>,
+        out: &mut Floats,
+        which: usize,
         round: DType,
     ) -> Result<(), OpError> {
         let Some(adapters) = adapters else {
@@ -219,11 +238,12 @@ impl<'a, G: Gpu> Plan<'a, G> {
         let Some(table) = adapters.tables[which] else {
             return Ok(());
         };
-        let rows = self.adapted(by_token);
+        let rows = self.adapted(from.by_token);
+        let operands = Operands { x: from.x, middle: &mut *adapters.middle, out };
         let inputs = if which == DOWN { Inputs::Cut } else { Inputs::Whole };
         // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists
-        // name tokens that `x` holds.
-        unsafe { rows.add(cuda, table, (x, inputs), out, adapters.middle, round) }
+        // name tokens that the source holds.
+        unsafe { rows.add(cuda, table, operands, inputs, round) }
     }
 
     /// The pairs as rows of adapters, their input being of tokens or of pairs.
@@ -238,16 +258,16 @@ impl<'a, G: Gpu> Plan<'a, G> {
         }
     }
 
-    /// `x` (of tokens or of pairs) times the matrices of its experts from `which` on, one per
-    /// output: 0 gate, 1 up, 2 down.
+    /// A source times the matrices of its experts from `which` on, one per output: 0 gate, 1 up,
+    /// 2 down.
     pub(super) fn product<const N: usize>(
         &self,
         cuda: &mut Cuda<G>,
-        (x, by_token): (&Floats, bool),
+        from: Source<'_>,
         outs: [Address; N],
         which: usize,
     ) -> Result<(), OpError> {
-        let (outputs, inputs) = self.sides(which);
+        let (Source { x, by_token }, (outputs, inputs)) = (from, self.sides(which));
         let params = self.lists(Params::new().address(self.table));
         let like = self.like(which);
         if !like.is_tiled() {
@@ -273,7 +293,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
         }
         let [first, second] = [0, 1].map(|i| outs.get(i).copied().unwrap_or(Address(0)));
         if self.tile_rows == tuning::CUDA_EXPERT_ROWS.1 {
-            return self.gemm(cuda, (x, by_token), [first, second], (N, which, outputs, inputs));
+            return self.gemm(cuda, from, [first, second], N, which);
         }
         let device = cuda.gpu().properties();
         // Two tiles of outputs whatever their number, for all experts together have many.
@@ -304,15 +324,18 @@ impl<'a, G: Gpu> Plan<'a, G> {
         unsafe { cuda.launch(launch) }
     }
 
-    /// The same by `experts_gemm.cu`, after the rows of all pairs were rounded and put in order.
+    /// The same for so many products (the second output of one is nowhere) by `experts_gemm.cu`,
+    /// after the rows of all pairs were rounded and put in order.
     fn gemm(
         &self,
         cuda: &mut Cuda<G>,
-        (x, by_token): (&Floats, bool),
+        from: Source<'_>,
         [first, second]: [Address; 2],
-        (products, which, outputs, inputs): (usize, usize, usize, usize),
+        products: usize,
+        which: usize,
     ) -> Result<(), OpError> {
-        let like = self.like(which);
+        let Source { x, by_token } = from;
+        let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let is_f16 = like.dtype() == DType::F16;
         let len = self.pairs().saturating_mul(inputs);
         let rounded = cuda.scratch(len.saturating_mul(2))?;

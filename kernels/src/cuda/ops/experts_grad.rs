@@ -5,8 +5,9 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::exchange;
-use super::experts::{Group, Plan, found};
+use super::experts::{Group, Plan, Source, found};
 use super::linear::by_format;
+use super::lora::Operands;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Cuda, Experts, Floats, Gpu, Launch, Params};
 use crate::ops::{
@@ -23,7 +24,7 @@ pub(crate) fn launch<G: Gpu>(
     args.check(sizes)?;
     let (tokens, chosen, round) = (args.tokens, args.chosen, args.round);
     if let Some(adapters) = &args.adapters {
-        adapters.check(sizes, (tokens, chosen), found)?;
+        adapters.check(sizes, tokens, chosen, found)?;
     }
     let Some(like) = args.experts.like().filter(|_| tokens > 0) else {
         return Ok(());
@@ -31,7 +32,7 @@ pub(crate) fn launch<G: Gpu>(
     let MixtureGradWorkspace { gate, up, grad, given: [given, part], weights, shares, lists } =
         args.workspace;
     let all_tiled = [&like.gate, &like.up, &like.down].iter().all(|m| m.is_tiled());
-    let plan = Plan::new(args.experts, like, (tokens, chosen), lists, all_tiled);
+    let plan = Plan::new(args.experts, like, tokens, chosen, lists, all_tiled);
     // Of a group, the logits of rank 0 decide.
     exchange::broadcast(cuda, args.logits, tokens * sizes.experts)?;
     cuda.copy(args.logits, weights, tokens * sizes.experts)?;
@@ -41,14 +42,14 @@ pub(crate) fn launch<G: Gpu>(
         round,
     };
     group.launch(cuda, &plan)?;
-    let (x, mut adapters) = ((args.x, true), args.adapters);
-    plan.product(cuda, x, [gate.address(), up.address()], 0)?;
-    plan.adapt(cuda, &mut adapters, x, (&mut *gate, 0), round)?;
-    plan.adapt(cuda, &mut adapters, x, (&mut *up, 1), round)?;
-    plan.gradient(cuda, &mut adapters, (args.grad, true), (&mut *grad, 2))?;
-    plan.activation_gradient(cuda, (&mut *gate, &mut *up), grad, shares)?;
-    plan.gradient(cuda, &mut adapters, (gate, false), (&mut *given, 0))?;
-    plan.gradient(cuda, &mut adapters, (up, false), (&mut *part, 1))?;
+    let (from, mut adapters) = (Source::of_tokens(args.x), args.adapters);
+    plan.product(cuda, from, [gate.address(), up.address()], 0)?;
+    plan.adapt(cuda, &mut adapters, from, gate, 0, round)?;
+    plan.adapt(cuda, &mut adapters, from, up, 1, round)?;
+    plan.gradient(cuda, &mut adapters, Source::of_tokens(args.grad), grad, 2)?;
+    plan.activation_gradient(cuda, [&mut *gate, &mut *up], grad, shares)?;
+    plan.gradient(cuda, &mut adapters, Source::of_pairs(gate), given, 0)?;
+    plan.gradient(cuda, &mut adapters, Source::of_pairs(up), part, 1)?;
     plan.combine_gradients(cuda, [given, part], args.out)?;
     exchange::all_reduce(cuda, &mut [&mut *shares], tokens * sizes.experts)?;
     let route = RouteGrad {
@@ -69,7 +70,7 @@ impl<G: Gpu> Plan<'_, G> {
     fn activation_gradient(
         &self,
         cuda: &mut Cuda<G>,
-        (gate, up): (&mut Floats, &mut Floats),
+        [gate, up]: [&mut Floats; 2],
         grad: &Floats,
         shares: &mut Floats,
     ) -> Result<(), OpError> {
@@ -111,18 +112,19 @@ impl<G: Gpu> Plan<'_, G> {
         unsafe { cuda.launch(combine) }
     }
 
-    /// Of `grad` (of tokens or of pairs), the gradient of the products with matrix `which` of each
-    /// expert, that of the input of each pair, adapters included.
+    /// Of the gradient of the products with matrix `which` of each expert, that of the input of
+    /// each pair, adapters included.
     fn gradient(
         &self,
         cuda: &mut Cuda<G>,
         adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
-        (grad, by_token): (&Floats, bool),
-        (out, which): (&mut Floats, usize),
+        from: Source<'_>,
+        out: &mut Floats,
+        which: usize,
     ) -> Result<(), OpError> {
         match self.like(which).is_tiled() {
-            true => self.tiled_gradient(cuda, (grad, by_token), &mut *out, which)?,
-            false => self.generic_gradient(cuda, (grad, by_token), &mut *out, which)?,
+            true => self.tiled_gradient(cuda, from, &mut *out, which)?,
+            false => self.generic_gradient(cuda, from, &mut *out, which)?,
         }
         let Some(adapters) = adapters else {
             return Ok(());
@@ -130,19 +132,21 @@ impl<G: Gpu> Plan<'_, G> {
         let Some(table) = adapters.tables[which] else {
             return Ok(());
         };
-        let rows = self.adapted(by_token);
+        let rows = self.adapted(from.by_token);
+        let operands = Operands { x: from.x, middle: &mut *adapters.middle, out };
         // SAFETY: `check` has made sure of both gradients and the middle of all pairs, and the
-        // lists name tokens that `grad` holds.
-        unsafe { rows.add_grad(cuda, table, (grad, out), adapters.middle) }
+        // lists name tokens that the source holds.
+        unsafe { rows.add_grad(cuda, table, operands) }
     }
 
     fn tiled_gradient(
         &self,
         cuda: &mut Cuda<G>,
-        (grad, by_token): (&Floats, bool),
+        from: Source<'_>,
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
+        let Source { x: grad, by_token } = from;
         let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let padded = outputs.next_multiple_of(sizes::experts_grad::STEP);
         let bytes = tuning::cuda_linear_grad_workspace(outputs, self.pairs());
@@ -190,10 +194,11 @@ impl<G: Gpu> Plan<'_, G> {
     fn generic_gradient(
         &self,
         cuda: &mut Cuda<G>,
-        (grad, by_token): (&Floats, bool),
+        from: Source<'_>,
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
+        let Source { x: grad, by_token } = from;
         let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let launch = Launch {
             kernel: by_format(GENERIC, like),

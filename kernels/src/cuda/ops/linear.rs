@@ -76,7 +76,7 @@ pub(crate) fn launch_gated<G: Gpu>(
     let (x, rows) = (args.x, args.rows);
     let like = args.parts[0].weight.clone();
     if are_one_launch(cuda, rows, &args.parts) && args.round == like.dtype() {
-        return gemv_by_clusters(cuda, (x, rows), &like, &mut args.parts, true, None);
+        return gemv_by_clusters(cuda, x, rows, &like, &mut args.parts, true, None);
     }
     launch_products(cuda, Products { x, rows, parts: &mut args.parts })?;
     super::silu_mul::launch(cuda, args.activation())
@@ -105,8 +105,8 @@ pub(crate) fn launch_normed<G: Gpu>(
         eps: args.norm.eps,
     };
     let like = args.parts[0].weight.clone();
-    let input = (&*args.norm.x, rows);
-    gemv_by_clusters(cuda, input, &like, args.parts, args.is_gated, Some(norm))?;
+    let x = &*args.norm.x;
+    gemv_by_clusters(cuda, x, rows, &like, args.parts, args.is_gated, Some(norm))?;
     Ok(SumPlace::Sum)
 }
 
@@ -212,7 +212,7 @@ fn gemv<G: Gpu>(
     products: &mut [Product<'_, Floats, Matrix<G>>],
 ) -> Result<(), OpError> {
     if by_clusters(cuda, like, products) {
-        return gemv_by_clusters(cuda, (x, rows), like, products, false, None);
+        return gemv_by_clusters(cuda, x, rows, like, products, false, None);
     }
     let device = cuda.gpu().properties();
     let outputs = products.iter().map(|p| p.weight.outputs()).sum();
@@ -297,7 +297,8 @@ fn by_clusters<G: Gpu>(
 /// then in shared memory.
 fn gemv_by_clusters<G: Gpu>(
     cuda: &mut Cuda<G>,
-    (x, rows): (&Floats, usize),
+    x: &Floats,
+    rows: usize,
     like: &Matrix<G>,
     products: &mut [Product<'_, Floats, Matrix<G>>],
     is_gated: bool,
@@ -307,7 +308,9 @@ fn gemv_by_clusters<G: Gpu>(
     let norm = norm.unwrap_or(Normed { y: nothing, weight: nothing, sum: nothing, eps: 0.0 });
     let device = cuda.gpu().properties();
     let sizes = tuning::cuda_cluster(
-        (tiles(products, sizes::linear_cluster::STRIP), like.inputs(), rows),
+        tiles(products, sizes::linear_cluster::STRIP),
+        like.inputs(),
+        rows,
         like.quant() == QuantType::Nf4,
         device.multiprocessors as usize,
         device.shared_bytes as usize,

@@ -21,10 +21,9 @@ pub(crate) fn launch<G: Gpu>(
         sources: Address(0),
         count: args.of_rows.len(),
     };
+    let operands = Operands { x: args.x, middle: args.middle, out: args.out };
     // SAFETY: `check` has made sure that input, middle and output hold all rows.
-    unsafe {
-        rows.add(cuda, args.adapters, (args.x, args.inputs), args.out, args.middle, args.round)
-    }
+    unsafe { rows.add(cuda, args.adapters, operands, args.inputs, args.round) }
 }
 
 pub(crate) fn launch_grad<G: Gpu>(
@@ -40,8 +39,9 @@ pub(crate) fn launch_grad<G: Gpu>(
         sources: Address(0),
         count: args.of_rows.len(),
     };
+    let operands = Operands { x: args.grad, middle: args.middle, out: args.out };
     // SAFETY: `check` has made sure that both gradients and the middle hold all rows.
-    unsafe { rows.add_grad(cuda, args.adapters, (args.grad, args.out), args.middle) }
+    unsafe { rows.add_grad(cuda, args.adapters, operands) }
 }
 
 /// The rows that adapters are added to, as they are listed on the device.
@@ -55,6 +55,16 @@ pub(super) struct Rows {
     pub(super) count: usize,
 }
 
+/// What adapters read and write.
+pub(super) struct Operands<'a> {
+    /// Their input, or the gradient of their output.
+    pub(super) x: &'a Floats,
+    /// What lies between their two matrices; its content before is not read.
+    pub(super) middle: &'a mut Floats,
+    /// What is added to: their output, or the gradient of their input.
+    pub(super) out: &'a mut Floats,
+}
+
 impl Rows {
     /// Adds what adapters make of the rows of `x` to `out`. Ranks of a group that have parts of the
     /// inputs sum the middle.
@@ -66,25 +76,24 @@ impl Rows {
         self,
         cuda: &mut Cuda<G>,
         adapters: &Adapters<G>,
-        (x, inputs): (&Floats, Inputs),
-        out: &mut Floats,
-        middle: &mut Floats,
+        operands: Operands<'_>,
+        inputs: Inputs,
         round: DType,
     ) -> Result<(), OpError> {
-        let sizes = adapters.sizes();
-        let down = self.down("lora_down", adapters, (x, sizes.inputs), middle);
+        let (Operands { x, middle, out }, sizes) = (operands, adapters.sizes());
+        let down = self.down("lora_down", adapters, x, sizes.inputs, middle);
         // SAFETY: the caller's; the table names matrices that it keeps.
         unsafe { cuda.launch(down)? };
         if inputs == Inputs::Cut {
             exchange::all_reduce(cuda, &mut [&mut *middle], self.count * sizes.rank)?;
         }
-        let up = self.up("lora_up", adapters, middle, (out, sizes.outputs));
+        let up = self.up("lora_up", adapters, middle, out, sizes.outputs);
         let params = up.params.count(code(round) as usize);
         // SAFETY: as above.
         unsafe { cuda.launch(Launch { params, ..up }) }
     }
 
-    /// Adds the gradient through adapters to `out`, `grad` being that of their output.
+    /// Adds the gradient through adapters to `out`, `x` being that of their output.
     ///
     /// # Safety
     /// As of [`add`](Self::add).
@@ -92,14 +101,13 @@ impl Rows {
         self,
         cuda: &mut Cuda<G>,
         adapters: &Adapters<G>,
-        (grad, out): (&Floats, &mut Floats),
-        middle: &mut Floats,
+        operands: Operands<'_>,
     ) -> Result<(), OpError> {
-        let sizes = adapters.sizes();
-        let down = self.down("lora_grad_down", adapters, (grad, sizes.outputs), middle);
+        let (Operands { x, middle, out }, sizes) = (operands, adapters.sizes());
+        let down = self.down("lora_grad_down", adapters, x, sizes.outputs, middle);
         // SAFETY: the caller's; the table names matrices that it keeps.
         unsafe { cuda.launch(down)? };
-        let up = self.up("lora_grad_up", adapters, middle, (out, sizes.inputs));
+        let up = self.up("lora_grad_up", adapters, middle, out, sizes.inputs);
         // SAFETY: as above.
         unsafe { cuda.launch(up) }
     }
@@ -117,7 +125,8 @@ impl Rows {
         self,
         kernel: &'static str,
         adapters: &Adapters<G>,
-        (x, width): (&Floats, usize),
+        x: &Floats,
+        width: usize,
         middle: &mut Floats,
     ) -> Launch {
         let rank = adapters.sizes().rank;
@@ -141,7 +150,8 @@ impl Rows {
         kernel: &'static str,
         adapters: &Adapters<G>,
         middle: &Floats,
-        (out, width): (&mut Floats, usize),
+        out: &mut Floats,
+        width: usize,
     ) -> Launch {
         let rank = adapters.sizes().rank;
         Launch {

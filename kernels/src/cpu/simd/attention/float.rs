@@ -56,7 +56,7 @@ pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
     unsafe { piece.scores::<V, FMA>(page, weights) };
     piece.normalize::<FMA>(weights, outputs);
     // SAFETY: as the caller says.
-    unsafe { piece.sum_values::<V, FMA>(page, weights, outputs.0) };
+    unsafe { piece.sum_values::<V, FMA>(page, weights, outputs.out) };
 }
 
 /// The queries of one tile and one kv head.
@@ -205,7 +205,8 @@ impl Piece<'_> {
 
     /// Turns the scores of each query into weights, and clears its output.
     #[inline(always)]
-    fn normalize<const FMA: bool>(&self, weights: &mut [f32], (out, logsum): Outputs<'_, '_>) {
+    fn normalize<const FMA: bool>(&self, weights: &mut [f32], outputs: Outputs<'_, '_>) {
+        let Outputs { out, logsum } = outputs;
         let dtype = self.args.pages.layout().dtype;
         for token in 0..self.tile.tokens {
             for h in 0..self.args.group {

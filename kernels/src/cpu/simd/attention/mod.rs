@@ -131,7 +131,7 @@ pub(in crate::cpu) fn attention(
     let piece = |index: usize| {
         let (tile, head) = (tiles[index / layout.kv_heads], index % layout.kv_heads);
         LOCAL.with_borrow_mut(|local| {
-            let (args, out) = (&forward, (&out, logsum.as_ref()));
+            let (args, out) = (&forward, Outputs { out: &out, logsum: logsum.as_ref() });
             #[cfg(target_arch = "x86_64")]
             if has_pairs {
                 // SAFETY: `Isa` values come from `Isa::available`, and `has_pairs` saw the pages.

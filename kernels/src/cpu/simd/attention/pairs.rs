@@ -80,8 +80,9 @@ pub(super) unsafe fn attend(
     tile: QueryTile,
     head: usize,
     local: &mut Local,
-    (out, logsum): Outputs<'_, '_>,
+    outputs: Outputs<'_, '_>,
 ) {
+    let Outputs { out, logsum } = outputs;
     let (layout, group) = (args.pages.layout(), args.group);
     let dim = layout.head_dim;
     let first = args.rows[tile.row].prefix + tile.first;

@@ -26,8 +26,13 @@ pub(super) struct Forward<'a> {
     pub(super) window: usize,
 }
 
-/// Outputs and, where a gradient will want them, logarithms of sums.
-pub(super) type Outputs<'a, 'o> = (&'a Disjoint<'o, f32>, Option<&'a Disjoint<'o, f32>>);
+/// What attention writes.
+#[derive(Clone, Copy)]
+pub(super) struct Outputs<'a, 'o> {
+    pub(super) out: &'a Disjoint<'o, f32>,
+    /// Logarithms of sums, where a gradient will want them.
+    pub(super) logsum: Option<&'a Disjoint<'o, f32>>,
+}
 
 /// Arguments of the gradient of attention, which all pieces share.
 pub(super) struct Backward<'a> {

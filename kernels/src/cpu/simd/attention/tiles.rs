@@ -56,7 +56,7 @@ pub(super) unsafe fn dots<V: Vector, const FMA: bool, const R: usize>(
                 let y = &y[row * dim..][..$K * dim];
                 for first in (0..R).step_by($T) {
                     // SAFETY: as the caller says.
-                    unsafe { dots_tile::<V, R, { $T }, $K>(&x, y, (first, row), out) };
+                    unsafe { dots_tile::<V, R, { $T }, $K>(&x, y, first, row, out) };
                 }
                 row += $K;
             }
@@ -83,7 +83,8 @@ pub(super) unsafe fn dots<V: Vector, const FMA: bool, const R: usize>(
 unsafe fn dots_tile<V: Vector, const R: usize, const T: usize, const K: usize>(
     x: &[&[f32]; R],
     y: &[f32],
-    (first, row): (usize, usize),
+    first: usize,
+    row: usize,
     out: &mut [&mut [f32]; R],
 ) {
     let dim = x[0].len();

@@ -41,6 +41,15 @@ pub(super) struct Operand<'a, S> {
     pub(super) out: Disjoint<'a, f32>,
 }
 
+/// Inputs before they are rounded and packed.
+#[derive(Clone, Copy)]
+pub(super) struct Unpacked<'a> {
+    /// `[rows, inputs]`.
+    pub(super) x: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) inputs: usize,
+}
+
 /// Packed inputs, which all pieces share.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
@@ -69,8 +78,8 @@ impl Tiles {
     }
 }
 
-/// Computes all operands from `x` `[rows, inputs]`, rounded to `dtype` and packed once; their
-/// pieces are one heap of work.
+/// Computes all operands from inputs, rounded to `dtype` and packed once; their pieces are one heap
+/// of work.
 ///
 /// # Safety
 /// The machine has the instruction set of the arithmetic; each source has its `outputs` rows of
@@ -79,9 +88,10 @@ pub(super) unsafe fn multiply<A: Arithmetic, S: Source<A>>(
     pool: &mut Pool,
     panels: &mut Vec<Line>,
     dtype: DType,
-    (x, rows, inputs): (&[f32], usize, usize),
+    from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
 ) {
+    let Unpacked { x, rows, inputs } = from;
     if rows == 0 || inputs == 0 {
         return;
     }

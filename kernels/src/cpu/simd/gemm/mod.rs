@@ -40,7 +40,7 @@ use shared::dtype::DType;
 
 use arithmetic::Arithmetic;
 pub(super) use arithmetic::Source;
-use blocking::{Operand, multiply};
+use blocking::{Operand, Unpacked, multiply};
 #[cfg(target_arch = "aarch64")]
 use float::NeonGroups;
 use float::{Bf16, F16, F32, Float, Stored, View};
@@ -252,21 +252,21 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         let (inputs, rows) = (self.inputs, self.args.rows);
         match self.isa {
             Isa::Amx | Isa::AmxModel => {
-                let x = (self.args.x, rows, inputs);
+                let from = Unpacked { x: self.args.x, rows, inputs };
                 let operands = operands(&mut self.args, source);
-                let memory = (&mut *self.pool, &mut self.scratch.panels);
+                let (pool, panels) = (&mut *self.pool, &mut self.scratch.panels);
                 // SAFETY: the machine has `isa`, or the model has the tiles that it lacks; a view
                 // holds all rows of its shape.
-                unsafe { tiled::multiply(self.isa, memory, x, &operands) };
+                unsafe { tiled::multiply(self.isa, pool, panels, from, &operands) };
             }
             _ if tuning::pairs_take_panels(rows, inputs) => {
-                let x = (self.args.x, rows, inputs);
+                let from = Unpacked { x: self.args.x, rows, inputs };
                 let operands = operands(&mut self.args, source);
                 let (pool, panels, dtype) = (&mut *self.pool, &mut self.scratch.panels, self.dtype);
                 // SAFETY: the machine has bfloat16 pairs; a view holds all rows of its shape.
                 unsafe {
                     panels::multiply::<Pairs512, pairs::Pairs, S>(
-                        pool, panels, dtype, x, &operands,
+                        pool, panels, dtype, from, &operands,
                     );
                 }
             }
@@ -298,7 +298,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     ) {
         assert!(self.isa.contains(A::SET), "the arithmetic is that of the instruction set");
         let (dtype, inputs, rows) = (self.dtype, self.inputs, self.args.rows);
-        let x = (self.args.x, rows, inputs);
+        let from = Unpacked { x: self.args.x, rows, inputs };
         let operands = operands(&mut self.args, source);
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if A::HAS_PANELS && tuning::linear_takes_panels(rows, inputs) {
@@ -308,24 +308,24 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                 // holds all rows of its shape.
                 #[cfg(target_arch = "x86_64")]
                 Vectors::Avx512 => unsafe {
-                    return panels::multiply::<__m512, A, S>(pool, panels, dtype, x, &operands);
+                    return panels::multiply::<__m512, A, S>(pool, panels, dtype, from, &operands);
                 },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 Vectors::Avx2 => unsafe {
-                    return panels::multiply::<__m256, A, S>(pool, panels, dtype, x, &operands);
+                    return panels::multiply::<__m256, A, S>(pool, panels, dtype, from, &operands);
                 },
                 // SAFETY: as above.
                 #[cfg(target_arch = "aarch64")]
                 Vectors::Neon => unsafe {
-                    return panels::multiply::<Neon, A, S>(pool, panels, dtype, x, &operands);
+                    return panels::multiply::<Neon, A, S>(pool, panels, dtype, from, &operands);
                 },
                 Vectors::Plain => {}
             }
         }
         // SAFETY: the machine has `isa`, which the arithmetic names; a view holds all rows of its
         // shape.
-        unsafe { multiply::<A, S>(self.pool, &mut self.scratch.panels, dtype, x, &operands) };
+        unsafe { multiply::<A, S>(self.pool, &mut self.scratch.panels, dtype, from, &operands) };
     }
 }
 

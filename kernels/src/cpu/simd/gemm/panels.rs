@@ -22,7 +22,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use super::arithmetic::{Arithmetic, IN_ORDER, Source};
-use super::blocking::Operand;
+use super::blocking::{Operand, Unpacked};
 use crate::cpu::pool::{Disjoint, Pool};
 use crate::cpu::simd::line::{LINE, Line, ZEROS, floats, resize};
 use crate::cpu::simd::outer::{Ahead, Classes, MOST_LANES, Outer, Rows, Sums, WIDTH, tile_of};
@@ -68,7 +68,7 @@ impl Shared<'_> {
     }
 }
 
-/// Computes all operands from `x` `[rows, inputs]`, rounded to `dtype`.
+/// Computes all operands from inputs, rounded to `dtype`.
 ///
 /// # Safety
 /// The machine has the instruction sets of the vector and of the arithmetic, whose accumulator is
@@ -78,9 +78,10 @@ pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: Source<A>>(
     pool: &mut Pool,
     panels: &mut Vec<Line>,
     dtype: DType,
-    (x, rows, inputs): (&[f32], usize, usize),
+    from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
 ) {
+    let Unpacked { x, rows, inputs } = from;
     let width = WIDTH * V::LANES;
     let strips_of = |(index, operand): (usize, &Operand<'_, S>)| {
         let outputs = operand.outputs;
@@ -214,7 +215,8 @@ fn strip<V: Outer, A: Arithmetic, S: Source<A>>(
                     operand,
                     outputs.clone(),
                     &factors,
-                    (sums, sums_of),
+                    sums,
+                    sums_of,
                 );
             }
         }
@@ -287,7 +289,8 @@ fn store<V: Outer, S>(
     operand: &Operand<'_, S>,
     outputs: Range<usize>,
     factors: &Factors,
-    (sums, classes): (&[f32], Classes),
+    sums: &[f32],
+    classes: Classes,
 ) {
     let mut totals = [0.0; WIDTH * MOST_LANES];
     for (i, row) in tile.enumerate() {

@@ -24,7 +24,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use super::arithmetic::{Arithmetic, Source, row_lines};
-use super::blocking::Operand;
+use super::blocking::{Operand, Unpacked};
 use super::pairs::{Pairs, STEP};
 use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::pool::{Disjoint, Pool};
@@ -96,22 +96,24 @@ impl Inputs<'_> {
     }
 }
 
-/// Computes all operands from `x` `[rows, inputs]`, rounded to bfloat16 and packed once; their pieces are
-/// one heap of work.
+/// Computes all operands from inputs, rounded to bfloat16 and packed once; their pieces are one
+/// heap of work.
 ///
 /// # Safety
 /// The machine has `isa`, or its tiles are those of the model; each source has its `outputs` rows of
 /// `inputs` weights.
 pub(super) unsafe fn multiply<S: InPlace>(
     isa: Isa,
-    (pool, panels): (&mut Pool, &mut Vec<Line>),
-    (x, rows, inputs): (&[f32], usize, usize),
+    pool: &mut Pool,
+    panels: &mut Vec<Line>,
+    from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
 ) {
+    let Unpacked { rows, inputs, .. } = from;
     if rows == 0 || inputs == 0 {
         return;
     }
-    pack_all::<S>(pool, panels, (x, rows, inputs));
+    pack_all::<S>(pool, panels, from);
     let shared = Inputs { inputs, rows, panels };
     let outputs: usize = operands.iter().map(|operand| operand.outputs).sum();
     let row_bytes = operands.iter().map(|operand| operand.row_bytes).max().unwrap_or(0);
@@ -127,11 +129,8 @@ pub(super) unsafe fn multiply<S: InPlace>(
 }
 
 /// Packs all rows, by tiles.
-fn pack_all<S: InPlace>(
-    pool: &mut Pool,
-    panels: &mut Vec<Line>,
-    (x, rows, inputs): (&[f32], usize, usize),
-) {
+fn pack_all<S: InPlace>(pool: &mut Pool, panels: &mut Vec<Line>, from: Unpacked<'_>) {
+    let Unpacked { x, rows, inputs } = from;
     let lines = row_lines::<Pairs>(inputs);
     resize(panels, rows * lines);
     let whole = Disjoint::new(&mut panels[..]);

@@ -74,8 +74,10 @@ fn gated_products_of_few_rows_are_one_launch_with_the_bits_of_two() {
 /// Products of the norm of a sum in one operation or in two: launches, what came out, and the sum.
 fn normed(
     device: Emu,
-    (inputs, rows): (usize, usize),
-    (is_gated, is_joint): (bool, bool),
+    inputs: usize,
+    rows: usize,
+    is_gated: bool,
+    is_joint: bool,
 ) -> (u64, Vec<u32>, Vec<u32>) {
     const OUTPUTS: [usize; 2] = [35, 35];
     let mut cuda = Cuda::new(device);
@@ -142,8 +144,8 @@ fn products_of_a_norm_of_few_rows_are_one_launch_with_the_bits_of_two() {
         let device = || Emu::new(2).with_multiprocessors(multiprocessors);
         for (inputs, rows) in [(1856, 1), (1856, 5), (2048, 8), (4160, 9), (8192, 1), (8192, 16)] {
             for is_gated in [false, true] {
-                let joint = normed(device(), (inputs, rows), (is_gated, true));
-                let apart = normed(device(), (inputs, rows), (is_gated, false));
+                let joint = normed(device(), inputs, rows, is_gated, true);
+                let apart = normed(device(), inputs, rows, is_gated, false);
                 let case = format!("{rows} x {inputs} on {multiprocessors}, gated: {is_gated}");
                 assert!(apart.1.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{case}");
                 assert_eq!((joint.0, apart.0), (1, 2), "{case}");
@@ -158,6 +160,6 @@ fn products_of_a_norm_of_few_rows_are_one_launch_with_the_bits_of_two() {
         (Emu::new(2).with_architecture(80), 2048, 1, 2),
         (Emu::new(2), 2048, 0, 0),
     ] {
-        assert_eq!(normed(device, (inputs, rows), (false, true)).0, launches, "{rows} x {inputs}");
+        assert_eq!(normed(device, inputs, rows, false, true).0, launches, "{rows} x {inputs}");
     }
 }
