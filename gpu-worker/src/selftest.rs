@@ -94,7 +94,7 @@ fn test(
                 let message = format!("invalid device {device}: there are {}", processor.summary());
                 return Err(Ended { reason: ExitReason::BadConfig, message });
             }
-            node::stay_on(&processor.seats(device, (0, 1), 0), device);
+            node::stay_on(&processor.seats(device, 0, 1, 0), device);
             on_processor(is_quick, out, report)
         }
         Device::Cuda(ordinal) => {

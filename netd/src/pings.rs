@@ -38,7 +38,8 @@ pub struct Neighbourhood {
 
 /// Pings for ever and shows the times in `status`; they go out with the next announcement.
 pub async fn keep(
-    (dht, p2p): (Dht, P2p),
+    dht: Dht,
+    p2p: P2p,
     neighbourhood: Neighbourhood,
     status: watch::Sender<ServerStatus>,
 ) {

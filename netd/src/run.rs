@@ -179,38 +179,42 @@ async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
     if let Some(socket) = metrics {
         metrics::start(socket, telemetry.clone(), service.clone());
     }
-    let map = map_arena(&init, arena)?;
-    let records = map_records(sessions);
-    let resumption = Resumption::new(records, init.config.session_grace);
+    let resumption = Resumption::new(map_records(sessions), init.config.session_grace);
+    let means = Means { arena: map_arena(&init, arena)?, resumption, telemetry, online };
     // Before the swarm is joined: the supervisor watches from the beginning.
     tokio::select! {
-        end = join_and_offer(&mut messages, outbox, init, (map, resumption), &telemetry, (online, service)) => end,
+        end = join_and_offer(&mut messages, outbox, init, means, service) => end,
         never = beat(&board) => match never {},
     }
 }
 
-/// Where the present service is announced, and where RPCs look it up.
-type Announced = (watch::Sender<Option<Arc<Service>>>, watch::Receiver<Option<Arc<Service>>>);
+/// What a daemon serves with, whatever the model and the span.
+struct Means {
+    arena: ArenaMap,
+    /// Sessions that can be resumed, over all services of a run.
+    resumption: Resumption,
+    telemetry: Arc<Telemetry>,
+    /// The present service, which RPCs look up.
+    online: watch::Sender<Option<Arc<Service>>>,
+}
 
 async fn join_and_offer(
     messages: &mut Messages,
     outbox: &Outbox,
     init: Box<NetdInit>,
-    map: (ArenaMap, Resumption),
-    telemetry: &Arc<Telemetry>,
-    (online, service): Announced,
+    means: Means,
+    service: watch::Receiver<Option<Arc<Service>>>,
 ) -> Result<Infallible, Stop> {
     let joined = messages.meanwhile(join::join(&init, service)).await??;
-    if let Some(board) = telemetry.board() {
+    if let Some(board) = means.telemetry.board() {
         board.set_net_port(joined.port());
         if let Err(error) = board.set_peer_id(&joined.peer_id) {
             warn!(%error, "cannot write the PeerID to the board");
         }
     }
     let p2p = joined.p2p.clone();
-    telemetry.entered(p2p.clone(), joined.dht.clone());
-    let shown = (map, telemetry.clone());
-    let stop = offer_blocks(messages, outbox, *init, joined, shown, online).await;
+    means.telemetry.entered(p2p.clone(), joined.dht.clone());
+    let stop = offer_blocks(messages, outbox, *init, joined, means).await;
     p2p.shutdown().await;
     Err(stop)
 }
@@ -221,8 +225,7 @@ async fn offer_blocks(
     outbox: &Outbox,
     mut init: NetdInit,
     joined: Joined,
-    (map, telemetry): ((ArenaMap, Resumption), Arc<Telemetry>),
-    online: watch::Sender<Option<Arc<Service>>>,
+    means: Means,
 ) -> Stop {
     let (peer_id, addrs) = (joined.peer_id.clone(), joined.addrs.clone());
     outbox.send(FromNetd::Listening { peer_id, addrs }).await;
@@ -240,10 +243,26 @@ async fn offer_blocks(
         Err(stop) => return stop,
     };
     outbox.send(FromNetd::ProposedSpan(offer.span)).await;
-    match Daemon::new(init, facts, offer, joined, (map, telemetry), online) {
+    match Daemon::new(init, facts, offer, joined, means) {
         Ok(daemon) => daemon.run(messages, outbox).await,
         Err(fatal) => fatal.into(),
     }
+}
+
+/// The arena for hidden states of the model.
+fn plan_arena(init: &NetdInit, facts: &ModelFacts, arena: ArenaMap) -> Result<ArenaMemory, Fatal> {
+    let compression = init.config.compression;
+    if !reply::possible(facts.dtype, compression) {
+        return Err(Fatal::bad_config(format!(
+            "invalid --compression {}: not defined for {}; give another --compression or another --torch_dtype",
+            compression.name(),
+            facts.dtype.name()
+        )));
+    }
+    let row_bytes = u64::from(facts.hidden_size) * facts.dtype.size_bytes() as u64;
+    let plan = arena::plan(init.arena_bytes, row_bytes);
+    let plan = plan.map_err(|error| Fatal::bad_config(error.to_string()))?;
+    Ok(ArenaMemory::new(arena, plan))
 }
 
 fn open_board(init: &NetdInit, fd: OwnedFd) -> Result<BoardWriter, Fatal> {
@@ -286,8 +305,8 @@ async fn beat(board: &BoardWriter) -> Infallible {
 /// Shows a person who looks how well the blocks of the model are served.
 fn watch_coverage(offer: &Offer, facts: &ModelFacts, joined: &Joined, telemetry: &Telemetry) {
     if let (false, Some(board)) = (offer.is_dry_run(), telemetry.board()) {
-        let model = (offer.prefix.clone(), facts.num_blocks);
-        task::spawn(coverage::keep(joined.dht.clone(), model, board.clone()));
+        let (dht, prefix) = (joined.dht.clone(), offer.prefix.clone());
+        task::spawn(coverage::keep(dht, prefix, facts.num_blocks, board.clone()));
     }
 }
 
@@ -355,21 +374,10 @@ impl Daemon {
         facts: ModelFacts,
         offer: Offer,
         joined: Joined,
-        ((map, resumption), telemetry): ((ArenaMap, Resumption), Arc<Telemetry>),
-        online: watch::Sender<Option<Arc<Service>>>,
+        means: Means,
     ) -> Result<Daemon, Fatal> {
-        let compression = init.config.compression;
-        if !reply::possible(facts.dtype, compression) {
-            return Err(Fatal::bad_config(format!(
-                "invalid --compression {}: not defined for {}; give another --compression or another --torch_dtype",
-                compression.name(),
-                facts.dtype.name()
-            )));
-        }
-        let row_bytes = u64::from(facts.hidden_size) * facts.dtype.size_bytes() as u64;
-        let plan = arena::plan(init.arena_bytes, row_bytes)
-            .map_err(|error| Fatal::bad_config(error.to_string()))?;
-        let (workers, broken) = Workers::new(ArenaMemory::new(map, plan));
+        let Means { arena, resumption, telemetry, online } = means;
+        let (workers, broken) = Workers::new(plan_arena(&init, &facts, arena)?);
         let announced = match offer.is_dry_run() || init.paused {
             true => offer::Announced::none(),
             false => offer.announce_joining(&joined),

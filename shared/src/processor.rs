@@ -163,7 +163,7 @@ impl Processor {
     /// cores they divide. Neighbours stay together, so that two workers of a processor with two
     /// third-level caches get one each. Threads have a CPU each only where the operator named the CPUs:
     /// beside other programs, a thread that may not move waits, and all others wait for it.
-    pub fn seats(&self, device: Device, (index, count): (usize, usize), threads: usize) -> Seats {
+    pub fn seats(&self, device: Device, index: usize, count: usize, threads: usize) -> Seats {
         let cores = self.of(device);
         let share = (cores.len() / count.max(1)).max(1);
         let start = (index * share) % cores.len().max(1);

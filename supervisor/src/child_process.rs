@@ -76,7 +76,8 @@ impl ChildProcess {
         id: ChildId,
         generation: Generation,
         slot: u32,
-        (log, confinement): (&LogConfig, Confinement),
+        log: &LogConfig,
+        confinement: Confinement,
         board: &Board,
         wake: &Wake,
     ) -> Result<ChildProcess, StartError> {

@@ -577,7 +577,8 @@ impl<'a> Driver<'a> {
             id,
             generation,
             self.slot_of(id),
-            (&self.config.log, self.confinement(id)),
+            &self.config.log,
+            self.confinement(id),
             &self.segments.board,
             &self.wake,
         ) {

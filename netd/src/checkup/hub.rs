@@ -95,7 +95,7 @@ impl Asker<'_> {
         let Ok(Ok(answer)) = tokio::time::timeout(self.max_round_trip, second).await else {
             return Ok(None);
         };
-        Ok(ahead(answer.headers(), (sent, now())))
+        Ok(ahead(answer.headers(), sent, now()))
     }
 
     async fn token(&self) -> Option<TokenState> {
@@ -161,7 +161,7 @@ impl Asker<'_> {
 
 /// How many seconds our clock is ahead of the one that an answer names, which was asked for and came at
 /// these times of ours; `None` if it names none of its own.
-fn ahead(headers: &header::HeaderMap, (sent, received): (f64, f64)) -> Option<f64> {
+fn ahead(headers: &header::HeaderMap, sent: f64, received: f64) -> Option<f64> {
     // Of a cache, which keeps the date of an earlier answer.
     if headers.contains_key(header::AGE) {
         return None;
@@ -292,10 +292,10 @@ mod tests {
                 fields.map(|(name, value)| (name, header::HeaderValue::from_static(value)));
             header::HeaderMap::from_iter(fields)
         };
-        let times = (DATE_S + 9.0, DATE_S + 10.0);
-        assert_eq!(ahead(&headers(header::SERVER), times), Some(9.0));
-        assert_eq!(ahead(&headers(header::AGE), times), None);
-        assert_eq!(ahead(&header::HeaderMap::new(), times), None);
+        let [sent, received] = [DATE_S + 9.0, DATE_S + 10.0];
+        assert_eq!(ahead(&headers(header::SERVER), sent, received), Some(9.0));
+        assert_eq!(ahead(&headers(header::AGE), sent, received), None);
+        assert_eq!(ahead(&header::HeaderMap::new(), sent, received), None);
     }
 
     #[test]

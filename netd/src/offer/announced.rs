@@ -73,8 +73,8 @@ impl Announced {
         let first = status(ServerState::Online, Some(cache_tokens_left));
         let (status, receiver) = watch::channel(first);
         let announcer = Announcer::start(joined.dht.clone(), config, receiver);
-        let node = (joined.dht.clone(), joined.p2p.clone());
-        let pings = pings::keep(node, offer.neighbourhood(), status.clone());
+        let (dht, p2p) = (joined.dht.clone(), joined.p2p.clone());
+        let pings = pings::keep(dht, p2p, offer.neighbourhood(), status.clone());
         let pings = Some(task::spawn(pings).abort_handle());
         self.phase = Phase::Announcing { status, announcer, pings };
     }

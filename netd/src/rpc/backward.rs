@@ -47,7 +47,7 @@ pub(super) async fn backward(
         return Ok(vec![service.echo(&arguments.hidden)?]);
     }
     let caller = Caller { peer: request.peer, points: request.metadata.points, compression: own };
-    gradients(service, request, &arguments, &gradient, (caller, &kinds)).await
+    gradients(service, request, &arguments, &gradient, caller, &kinds).await
 }
 
 async fn gradients(
@@ -55,14 +55,15 @@ async fn gradients(
     request: &Request<'_>,
     arguments: &Arguments,
     gradient: &WireTensor,
-    (caller, kinds): (Caller, &[Compression]),
+    caller: Caller,
+    kinds: &[Compression],
 ) -> Result<Vec<Tensor>, Failure> {
     let kind = |index: usize| kinds.get(index).copied().unwrap_or(caller.compression);
-    let route = (request.blocks.clone(), request.adapter);
-    let job = service.job(|_, _| WorkKind::Backward, route, arguments, caller)?;
+    let (blocks, adapter) = (request.blocks.clone(), request.adapter);
+    let job = service.job(|_, _| WorkKind::Backward, blocks, adapter, arguments, caller)?;
     let JobBody { batch, tokens, hidden, dtype, .. } = job.body;
     let (count, length) = (job.body.blocks.len(), job.body.prompts.map(|prompts| prompts.tokens));
-    let bound = bound(service, (batch, tokens), length.unwrap_or(0))?;
+    let bound = bound(service, batch, tokens, length.unwrap_or(0))?;
     let permit = service.order.admit(&job).await;
     let workers = &service.workers;
     // Only now, as workers come and go meanwhile.
@@ -99,7 +100,7 @@ async fn gradients(
 ///
 /// # Errors
 /// [`Failure`] when it is not enough for one block.
-fn bound(service: &Service, (batch, tokens): (u32, u32), prompts: u32) -> Result<Bound, Failure> {
+fn bound(service: &Service, batch: u32, tokens: u32, prompts: u32) -> Result<Bound, Failure> {
     let (facts, most_bytes) = (&service.facts, service.gradient_bytes);
     let block_bytes = facts.gradient_block_bytes(batch, tokens, prompts);
     let planned = facts.most_gradient_block_bytes(service.limits.max_batch_size);

@@ -196,7 +196,8 @@ impl Service {
     pub(super) fn job(
         &self,
         kind: fn(u32, u32) -> WorkKind,
-        (blocks, adapter): (Vec<BlockIndex>, Option<u32>),
+        blocks: Vec<BlockIndex>,
+        adapter: Option<u32>,
         arguments: &Arguments,
         caller: Caller,
     ) -> Result<Job, Failure> {

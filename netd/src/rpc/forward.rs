@@ -21,7 +21,7 @@ pub(super) async fn forward(service: &Service, request: &Request<'_>) -> Result<
     if arguments.hidden.is_dummy() {
         return service.echo(&arguments.hidden);
     }
-    let route = (request.blocks.clone(), request.adapter);
-    let job = service.job(|_, _| WorkKind::Forward, route, &arguments, caller)?;
+    let (blocks, adapter) = (request.blocks.clone(), request.adapter);
+    let job = service.job(|_, _| WorkKind::Forward, blocks, adapter, &arguments, caller)?;
     Ok(service.compute(job, &arguments).await?.0)
 }

@@ -72,7 +72,7 @@ pub async fn serve(service: &Service, peer: PeerId, stream: InboundStream) {
     let mut requests = Requests::new(service, peer, reader);
     let deadline = Instant::now() + service.timeouts.session;
     let (mut open, takeover) = (None, Arc::new(Notify::new()));
-    let session = run(service, &mut requests, &mut writer, (&mut open, &takeover));
+    let session = run(service, &mut requests, &mut writer, &mut open, &takeover);
     let end = tokio::select! {
         end = timeout_at(deadline, session) => match end {
             Ok(Err(end)) => end,
@@ -163,7 +163,8 @@ async fn run(
     service: &Service,
     requests: &mut Requests,
     writer: &mut InboundWriter,
-    (slot, takeover): (&mut Option<Open>, &Arc<Notify>),
+    slot: &mut Option<Open>,
+    takeover: &Arc<Notify>,
 ) -> Result<(), SessionEnd> {
     let mut draining = service.draining.clone();
     let first = tokio::select! {

@@ -123,7 +123,7 @@ impl Onward {
         if !is_idempotent(output) {
             return;
         }
-        if let Err(failure) = self.try_push(hop, (next, rest), metadata, output, step) {
+        if let Err(failure) = self.try_push(hop, next, rest, metadata, output, step) {
             self.troubles.count(Trouble::Push);
             debug!(%failure, peer = next.peer_id, "output not pushed");
         }
@@ -132,7 +132,8 @@ impl Onward {
     fn try_push(
         &self,
         hop: Option<&NextHop>,
-        (next, rest): (&NextServer, &[NextServer]),
+        next: &NextServer,
+        rest: &[NextServer],
         metadata: &RequestMetadata,
         output: &Tensor,
         step: &[Tensor],

@@ -18,8 +18,8 @@ const INTEREST: Duration = Duration::from_secs(60);
 /// Time between two readings; clients of the swarm read as often.
 const PERIOD: Duration = Duration::from_secs(30);
 
-/// Reads the blocks of `model`, a prefix and a number of blocks, while somebody looks.
-pub async fn keep(dht: Dht, (prefix, blocks): (String, u32), board: Arc<BoardWriter>) {
+/// Reads who serves the `blocks` blocks of the model with this prefix, while somebody looks.
+pub async fn keep(dht: Dht, prefix: String, blocks: u32, board: Arc<BoardWriter>) {
     let mut interval = tokio::time::interval(PACE);
     let mut read_at: Option<Instant> = None;
     loop {

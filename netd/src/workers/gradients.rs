@@ -226,13 +226,13 @@ impl Gradients {
             match next {
                 Move::Ahead { from, to, input, output } => {
                     let (input, output) = (place(input), place(output));
-                    self.ahead(workers, holds, from..to, (input, output, result)).await?;
+                    self.ahead(workers, holds, from..to, input, output, result).await?;
                 }
                 Move::Back { hop, input } => {
                     let Some(hop) = self.hops.get(hop) else {
                         continue;
                     };
-                    let mut body = self.job.part(&hop.blocks, (place(input), result), holds);
+                    let mut body = self.job.part(&hop.blocks, place(input), result, holds);
                     body.output_gradient = Some(gradient);
                     body.prompt_gradient = self.job.body.prompts.map(|_| {
                         piece(slot(PROMPT_GRADIENT), self.prompt_gradient_bytes(), &hop.blocks)
@@ -255,7 +255,9 @@ impl Gradients {
         workers: &Workers,
         holds: &Arc<Holds>,
         hops: Range<usize>,
-        (mut input, output, spare): (SlotRef, SlotRef, SlotRef),
+        mut input: SlotRef,
+        output: SlotRef,
+        spare: SlotRef,
     ) -> Result<(), JobFailure> {
         let hops = self.hops.get(hops).unwrap_or_default();
         // A forward job keeps nothing of its blocks: those of one worker are one job.
@@ -272,7 +274,7 @@ impl Gradients {
                 1 => output,
                 _ => spare,
             };
-            let mut body = self.job.part(blocks, (input, to), holds);
+            let mut body = self.job.part(blocks, input, to, holds);
             body.kind = WorkKind::Forward;
             workers.run_on(link, &body, holds).await?;
             input = to;

@@ -71,7 +71,8 @@ impl Job {
     pub(super) fn part(
         &self,
         places: &Range<usize>,
-        (input, output): (SlotRef, SlotRef),
+        input: SlotRef,
+        output: SlotRef,
         holds: &Holds,
     ) -> JobBody {
         let blocks = self.body.blocks.get(places.clone()).unwrap_or_default().to_vec();

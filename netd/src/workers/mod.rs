@@ -158,7 +158,7 @@ impl Workers {
         let mut done = 0;
         while done < job.body.blocks.len() {
             let (link, end) = self.hop(&job.body.blocks, done).ok_or(JobFailure::WorkerGone)?;
-            let body = job.part(&(done..end), (input, output), holds);
+            let body = job.part(&(done..end), input, output, holds);
             let times = self.run_on(&link, &body, holds).await?;
             total.queue_ns += times.queue_ns;
             total.compute_ns += times.compute_ns;

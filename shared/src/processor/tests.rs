@@ -74,16 +74,16 @@ fn a_xeon_of_two_sockets_has_a_node_for_each() {
     assert_eq!((processor.cores()[5].node, processor.cores()[5].package), (1, 1));
     assert_eq!(processor.devices(), [Device::Node(0), Device::Node(1)]);
     assert_eq!(
-        processor.seats(Device::Node(1), (0, 1), 4),
+        processor.seats(Device::Node(1), 0, 1, 4),
         Seats::Among(vec![4, 5, 6, 7, 12, 13, 14, 15])
     );
     let named = processor.clone().only(&all);
     assert_eq!(
-        named.seats(Device::Node(1), (0, 1), 4),
+        named.seats(Device::Node(1), 0, 1, 4),
         Seats::Each(vec![4, 5, 6, 7]),
         "one thread per core, and no second hyper-thread"
     );
-    assert_eq!(named.seats(Device::Node(1), (1, 2), 2), Seats::Each(vec![6, 7]));
+    assert_eq!(named.seats(Device::Node(1), 1, 2, 2), Seats::Each(vec![6, 7]));
     assert_eq!(
         processor.summary(),
         "8 cores with 16 hyper-threads (CPUs 0-15) on NUMA nodes cpu:0, cpu:1, 2 third-level caches"
@@ -96,10 +96,10 @@ fn workers_on_a_ryzen_get_a_third_level_cache_each() {
     let processor = Processor::read(ryzen().path(), &all);
     assert_eq!(firsts(&processor), [0, 2, 4, 6, 8, 10, 12, 14]);
     assert_eq!(processor.devices(), [Device::Cpu], "one node");
-    let of = |index| processor.seats(Device::Cpu, (index, 2), 4);
+    let of = |index| processor.seats(Device::Cpu, index, 2, 4);
     assert_eq!([of(0), of(1)], [Seats::Among((0..8).collect()), Seats::Among((8..16).collect())]);
     let named = processor.clone().only(&all);
-    let seats = |index| named.seats(Device::Cpu, (index, 2), 4);
+    let seats = |index| named.seats(Device::Cpu, index, 2, 4);
     assert_eq!(seats(0), Seats::Each(vec![0, 2, 4, 6]));
     assert_eq!(seats(1), Seats::Each(vec![8, 10, 12, 14]));
     assert_eq!(seats(1).to_string(), "one thread on each of CPUs 8,10,12,14");
@@ -136,7 +136,7 @@ fn cores_that_are_offline_or_not_allowed_are_not_used() {
     assert_eq!(processor.cpus(), [12, 13]);
     assert_eq!(processor.nodes(), [1]);
     assert_eq!(processor.devices(), [Device::Cpu]);
-    assert_eq!(processor.seats(Device::Cpu, (0, 1), 2), Seats::Among(vec![12, 13]));
+    assert_eq!(processor.seats(Device::Cpu, 0, 1, 2), Seats::Among(vec![12, 13]));
     assert_eq!(processor.summary(), "2 cores (CPUs 12-13)");
 }
 
@@ -144,16 +144,16 @@ fn cores_that_are_offline_or_not_allowed_are_not_used() {
 fn as_many_threads_as_named_cores_are_pinned_and_others_are_not() {
     let all: Vec<u32> = (0..16).collect();
     let processor = Processor::read(ryzen().path(), &all).only(&[0, 1, 2, 3]);
-    let seats = |threads| processor.seats(Device::Cpu, (0, 1), threads);
+    let seats = |threads| processor.seats(Device::Cpu, 0, 1, threads);
     assert_eq!(seats(2), Seats::Each(vec![0, 2]));
     for threads in [1, 3, 4, 9] {
         assert_eq!(seats(threads), Seats::Among(vec![0, 1, 2, 3]), "{threads}");
     }
     // More workers than cores.
-    let of = |index| processor.seats(Device::Cpu, (index, 3), 1);
+    let of = |index| processor.seats(Device::Cpu, index, 3, 1);
     assert_eq!([of(0), of(1), of(2)], [0, 2, 0].map(|cpu| Seats::Each(vec![cpu])));
     for device in [Device::Node(7), Device::Cuda(0), Device::Emulator(0)] {
-        assert_eq!(processor.seats(device, (0, 1), 1), Seats::Anywhere);
+        assert_eq!(processor.seats(device, 0, 1, 1), Seats::Anywhere);
     }
     assert_eq!(Seats::Among(vec![0, 1]).to_string(), "threads on any of CPUs 0-1");
 }
@@ -175,7 +175,7 @@ fn a_machine_that_tells_nothing_has_a_core_for_each_cpu() {
     assert_eq!(firsts(&processor), [1, 3]);
     assert_eq!((processor.nodes(), processor.devices()), (vec![0], vec![Device::Cpu]));
     let none = Processor::read(empty.path(), &[]);
-    assert_eq!((none.cores().len(), none.seats(Device::Cpu, (0, 0), 4)), (0, Seats::Anywhere));
+    assert_eq!((none.cores().len(), none.seats(Device::Cpu, 0, 0, 4)), (0, Seats::Anywhere));
     assert_eq!(none.summary(), "0 cores (CPUs )");
 }
 

@@ -42,7 +42,7 @@ pub fn observe(config: &mut ServeConfig, in_use: &[String]) -> DeviceFacts {
     let devices = named.clone().unwrap_or_else(|| found.devices());
     let seats = |device: &Device| {
         let of: Vec<_> = devices.iter().filter(|other| *other == device).collect();
-        found.seats(*device, (0, of.len()), threads)
+        found.seats(*device, 0, of.len(), threads)
     };
     let first = devices.iter().find(|device| device.is_processor());
     let first = first.map(|device| format!("; {device} has {}", seats(device))).unwrap_or_default();

@@ -143,14 +143,14 @@ impl Driver<'_> {
                 }))
             }
             Init::Netd { previous_addrs, served, whole, retired, paused } => {
-                self.init_netd(index, previous_addrs, (served, whole, retired), paused)
+                self.init_netd(index, previous_addrs, served, whole, retired, paused)
             }
             Init::Worker { whole, .. } if !self.has_weights(whole) => {
                 self.await_weights(index, whole, init)?;
                 Ok(true)
             }
             Init::Worker { placement, rank, whole, facts, by_warps } => {
-                self.init_worker(index, &placement, rank, (whole, facts), by_warps)
+                self.init_worker(index, &placement, rank, whole, facts, by_warps)
             }
         }
     }
@@ -159,7 +159,9 @@ impl Driver<'_> {
         &mut self,
         index: usize,
         previous_addrs: Vec<String>,
-        (served, whole, retired): (Option<Span>, Option<Span>, Vec<Span>),
+        served: Option<Span>,
+        whole: Option<Span>,
+        retired: Vec<Span>,
         paused: bool,
     ) -> Result<bool, MakeError> {
         let Some(child) = self.processes.get_mut(index) else {
@@ -198,7 +200,8 @@ impl Driver<'_> {
         index: usize,
         placement: &Placement,
         rank: Rank,
-        (whole, facts): (Span, ModelFacts),
+        whole: Span,
+        facts: ModelFacts,
         by_warps: bool,
     ) -> Result<bool, MakeError> {
         let Some(child) = self.processes.get(index) else {
@@ -258,9 +261,9 @@ impl Driver<'_> {
         };
         let sharing: Vec<_> = shares.iter().enumerate().flat_map(of).collect();
         let index = sharing.iter().position(|found| *found == (placement.share, rank));
-        let place = index.map_or((0, 1), |index| (index, sharing.len()));
+        let (index, count) = index.map_or((0, 1), |index| (index, sharing.len()));
         let processor = Processor::of_worker(&self.config.worker.cpus);
-        processor.seats(device, place, self.config.worker.threads.max(1) as usize)
+        processor.seats(device, index, count, self.config.worker.threads.max(1) as usize)
     }
 
     /// What every rank of a group is told of it.

@@ -118,8 +118,9 @@ impl Tree {
         if self.returned(id, &death, now, out) {
             return;
         }
-        if let Some(place) = self.group(id).and_then(|group| self.falls_back(group, next)) {
-            return self.go_on_elsewhere(id, place, &death, now, out);
+        let fallback = self.group(id).and_then(|group| self.falls_back(group, next));
+        if let Some((fallback, span)) = fallback {
+            return self.go_on_elsewhere(id, fallback, span, &death, now, out);
         }
         if self.group(id).is_some_and(|group| self.leaves_remainder(group, next)) {
             return self.go_on_with_fewer(id, &death, now, out);

@@ -39,7 +39,8 @@ impl Tree {
     pub(super) fn go_on_elsewhere(
         &mut self,
         id: GroupId,
-        (fallback, span): (Device, Span),
+        fallback: Device,
+        span: Span,
         death: &Death,
         now: Instant,
         out: &mut Vec<Action>,

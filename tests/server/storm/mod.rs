@@ -178,7 +178,8 @@ async fn has_ended(netd: Pid, addr: &str, supervisor: Pid) -> bool {
 
 /// Sessions one after the other, at last one that begins when the storm is over.
 async fn plain_sessions(
-    (addr, supervisor): (String, Pid),
+    addr: String,
+    supervisor: Pid,
     seed: u32,
     expected: Vec<Vec<f32>>,
     tally: Arc<Tally>,
@@ -218,12 +219,7 @@ async fn plain_sessions(
     }
 }
 
-async fn own_sessions(
-    (addr, _): (String, Pid),
-    seed: u32,
-    expected: Vec<Vec<f32>>,
-    tally: Arc<Tally>,
-) {
+async fn own_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: Arc<Tally>) {
     let swarm = join(&addr).await.expect("the swarm");
     let mut was_over = false;
     while !was_over {
@@ -291,10 +287,10 @@ async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
     let sepal = serve(&["--hang_timeout", "2", "--max_restarts", "1000"]);
     let addr = sepal.addr();
     for (seed, expected) in (0..PLAIN + OWN).zip(expected) {
-        let (server, tally) = ((addr.clone(), sepal.pid()), tally.clone());
+        let (addr, tally) = (addr.clone(), tally.clone());
         tasks.push(match seed < PLAIN {
-            true => tokio::spawn(plain_sessions(server, seed, expected, tally)),
-            false => tokio::spawn(own_sessions(server, seed, expected, tally)),
+            true => tokio::spawn(plain_sessions(addr, sepal.pid(), seed, expected, tally)),
+            false => tokio::spawn(own_sessions(addr, seed, expected, tally)),
         });
     }
     let began = Instant::now();

@@ -186,7 +186,7 @@ impl Node {
     pub fn on(&mut self, event: Event, now: f64) -> Vec<Action> {
         match event {
             Event::Inbound { id, from, net, request } => {
-                self.on_inbound(id, (from, net), request, now);
+                self.on_inbound(id, from, net, request, now);
             }
             Event::Answered { call, response } => self.on_answered(call, response, now),
             Event::Join { id, peers } => self.join(id, peers, now),
@@ -219,13 +219,7 @@ impl Node {
 
     // Requests of others.
 
-    fn on_inbound(
-        &mut self,
-        id: InboundId,
-        (from, net): (PeerId, Net),
-        request: Request,
-        now: f64,
-    ) {
+    fn on_inbound(&mut self, id: InboundId, from: PeerId, net: Net, request: Request, now: f64) {
         let info = match &request {
             Request::Ping(request) => &request.peer,
             Request::Store(request) => &request.peer,

@@ -238,7 +238,7 @@ impl Storage {
         let alone_until = if ours { f64::INFINITY } else { now.midpoint(expiration) };
         let first_hand = is_first_hand.then_some(alone_until);
         self.put(key, tag, timed, first_hand);
-        self.ledger.record(owner.account, (key, charged_tag), bytes, expiration);
+        self.ledger.record(owner.account, key, charged_tag, bytes, expiration);
         true
     }
 

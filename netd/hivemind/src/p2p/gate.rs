@@ -80,7 +80,7 @@ impl NetworkBehaviour for Behaviour {
         remote: &Multiaddr,
     ) -> Result<THandler<Self>, ConnectionDenied> {
         let standing = self.limits.known().standing(&peer);
-        let admitted = self.counts.admit_inbound(id, net_of(remote), (peer, standing));
+        let admitted = self.counts.admit_inbound(id, net_of(remote), peer, standing);
         admitted.map(|()| dummy::ConnectionHandler).map_err(ConnectionDenied::new)
     }
 

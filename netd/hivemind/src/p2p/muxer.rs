@@ -245,7 +245,7 @@ fn admit(id: u32, streams: &Shared, quota: Option<&Quota>, arrived: &mut VecDequ
     let window = quota.map(Quota::admit);
     let pace = Pace::of(quota.map(Quota::relayed));
     let has_room = arrived.len() < MAX_ARRIVED && !matches!(window, Some(None));
-    let stream = Substream::new(id, streams.clone(), (window.flatten(), pace));
+    let stream = Substream::new(id, streams.clone(), window.flatten(), pace);
     if has_room {
         arrived.push_back(stream);
     }
@@ -271,7 +271,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StreamMuxer for Muxer<C> {
 
     fn poll_outbound(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<Substream>> {
         let opened = self.streams.lock().poll_open(cx);
-        opened.map_ok(|id| Substream::new(id, self.streams.clone(), (None, Pace::Free)))
+        opened.map_ok(|id| Substream::new(id, self.streams.clone(), None, Pace::Free))
     }
 
     fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

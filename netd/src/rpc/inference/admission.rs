@@ -27,7 +27,8 @@ async fn resume(
     service: &Service,
     peer: PeerId,
     first: &StepMessage,
-    (secret, takeover): (&Secret, &Arc<Notify>),
+    secret: &Secret,
+    takeover: &Arc<Notify>,
 ) -> Result<Open, Failure> {
     let StepMessage { request, metadata, .. } = first;
     let blocks = service.blocks(&request.uid)?;
@@ -107,7 +108,7 @@ pub(super) async fn admit(
 ) -> Result<Open, Failure> {
     let StepMessage { request, metadata, .. } = first;
     if let Some(secret) = &metadata.resume {
-        return resume(service, peer, first, (secret, takeover)).await;
+        return resume(service, peer, first, secret, takeover).await;
     }
     let before = service.before(&request.uid);
     let service = before.as_deref().unwrap_or(service);

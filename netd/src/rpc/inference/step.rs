@@ -110,8 +110,9 @@ async fn compute_step(
         let output = service.echo(&arguments.hidden)?;
         return Ok(Computed { output, times: JobTimes::default(), tokens: 0, is_reordered: false });
     }
-    let route = (session.blocks.clone(), session.adapter);
-    let mut job = service.job(WorkKind::of_step, route, &arguments, open.caller)?;
+    let blocks = session.blocks.clone();
+    let mut job =
+        service.job(WorkKind::of_step, blocks, session.adapter, &arguments, open.caller)?;
     let (batch, tokens) = (job.body.batch, job.body.tokens);
     if batch != session.batch {
         let text = format!("batch of {batch} sequences in a session of {}", session.batch);

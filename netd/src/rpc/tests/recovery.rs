@@ -264,7 +264,7 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
                 {
                     let request = request.unwrap();
                     let kind = |_, _| shared::job::WorkKind::Forward;
-                    let job = service.job(kind, (blocks, None), &request, caller).unwrap();
+                    let job = service.job(kind, blocks, None, &request, caller).unwrap();
                     service.compute(job, &request).await.map(|(tensor, _)| firsts(&tensor))
                 }
             })

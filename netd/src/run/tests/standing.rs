@@ -179,19 +179,13 @@ async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, fds } = messages.next().await.unwrap();
     let ToNetd::Init(init) = message else { panic!("{message:?}") };
-    let map = map_arena(&init, fds.into_iter().next().unwrap()).unwrap();
+    let arena = map_arena(&init, fds.into_iter().next().unwrap()).unwrap();
     let (online, service) = watch::channel(None);
+    let resumption = Resumption::new(None, Duration::ZERO);
+    let means = Means { arena, resumption, telemetry: Arc::default(), online };
     let joined = join::join(&init, service).await.unwrap();
     tap.send(joined.p2p.clone()).unwrap();
-    offer_blocks(
-        &mut messages,
-        &outbox,
-        *init,
-        joined,
-        ((map, Resumption::new(None, Duration::ZERO)), Arc::default()),
-        online,
-    )
-    .await
+    offer_blocks(&mut messages, &outbox, *init, joined, means).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -81,7 +81,8 @@ impl Ledger {
     pub(super) fn record(
         &mut self,
         account: Option<Account>,
-        (key, tag): (DhtId, Bytes),
+        key: DhtId,
+        tag: Bytes,
         bytes: usize,
         expiration: f64,
     ) {

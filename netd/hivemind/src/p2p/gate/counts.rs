@@ -190,7 +190,8 @@ impl Counts {
         &mut self,
         id: ConnectionId,
         net: Net,
-        (peer, standing): (PeerId, Standing),
+        peer: PeerId,
+        standing: Standing,
     ) -> Result<(), Refused> {
         self.closed(id);
         self.check(&peer)?;
@@ -409,7 +410,7 @@ mod tests {
             let (peer, id) = (PeerId::random(), id(number));
             let standing = Standing::Stranger;
             match number % 3 {
-                0 => counts.admit_inbound(id, net(5, 1), (peer, standing)).expect("free"),
+                0 => counts.admit_inbound(id, net(5, 1), peer, standing).expect("free"),
                 1 => counts.admit_outbound(id, net(5, 1), peer).expect("free"),
                 _ => counts.admit_dial(id).expect("free"),
             }
@@ -425,14 +426,14 @@ mod tests {
         let (peer, other) = (PeerId::random(), PeerId::random());
         for number in 0..MAX_CONNECTIONS_PER_PEER {
             match number % 2 {
-                0 => counts.admit_inbound(id(number), net(10, 1), (peer, Standing::Session)),
+                0 => counts.admit_inbound(id(number), net(10, 1), peer, Standing::Session),
                 _ => counts.admit_outbound(id(number), net(10, 1), peer),
             }
             .expect("free");
         }
         let full = Err(Refused::PeerFull { limit: MAX_CONNECTIONS_PER_PEER });
         assert_eq!(counts.admit_outbound(id(100), net(10, 1), peer), full);
-        let again = counts.admit_inbound(id(100), net(10, 1), (peer, Standing::Session));
+        let again = counts.admit_inbound(id(100), net(10, 1), peer, Standing::Session);
         assert_eq!(again, full);
         counts.admit_outbound(id(101), net(10, 1), other).expect("another peer");
         counts.closed(id(3));

@@ -39,11 +39,7 @@ pub(in crate::p2p) struct Substream {
 }
 
 impl Substream {
-    pub(super) fn new(
-        id: u32,
-        streams: Shared,
-        (window, pace): (Option<Reservation>, Pace),
-    ) -> Self {
+    pub(super) fn new(id: u32, streams: Shared, window: Option<Reservation>, pace: Pace) -> Self {
         Self { id, streams, _window: window, pace }
     }
 }
