@@ -23,7 +23,7 @@ CONTEXT = 2048
 # changes one changes it here, too (test_budget.py).
 COPIED = {
     "cuda_gemv": "e97b7e3572f9af9e",
-    "cuda_cluster": "513ef614594dce7f",
+    "cuda_cluster": "92d858477e539198",
     "cuda_attention_splits": "8ef67cb2fca2861a",
     "cuda_attention_mergers": "39cca4c936278841",
     "cuda_norm_threads": "763dd56a63855c00",
