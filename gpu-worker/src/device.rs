@@ -36,10 +36,10 @@ pub use host::HostGradients;
 pub(crate) use host::read;
 pub use unit::{PassUnit, StepUnit};
 
-use crate::block::Workspace;
 use crate::job::JobPlan;
-use crate::kv::KvShape;
 use crate::schedule::UnitTimes;
+use blocks::Workspace;
+use blocks::kv::KvShape;
 
 /// Why a tensor did not get from the arena to the device or back.
 #[derive(Debug, thiserror::Error)]

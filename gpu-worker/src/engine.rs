@@ -27,10 +27,10 @@ use shared::model::PAGE_TOKENS;
 use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 
-use crate::block::{BlockInput, BlockWeights, WeightsError, Workspace, forward};
 use crate::device::{DeviceBackend, PassRunner, StepRunner, UnitLimits};
-use crate::kv::{KvShape, page_layout};
-use crate::weights::map::MappedWeights;
+use blocks::kv::{KvShape, page_layout};
+use blocks::map::MappedWeights;
+use blocks::{BlockInput, BlockWeights, WeightsError, Workspace, forward};
 
 /// Pieces of a unit of [`forward_tokens`], and the fewest tokens of one: so many that units come
 /// close to the time they may take, and no more, as a processor computes few tokens at a time for

@@ -2,8 +2,6 @@
 //! prepare, the segments that a supervisor would make, and netd's end of a link with sessions that
 //! keep page tables.
 
-mod process;
-
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -28,14 +26,14 @@ use shared::shm::pair::{NetdEnd, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
-use crate::fixtures::{
+use testkit::models::{
     Tensors, adapted_modules, llama_config, llama_tensors, values, write_adapter, write_model,
 };
 
 #[cfg(feature = "emu")]
 use model::sizing::{unit_tokens, work_bytes};
 use prepare::Inspected;
-pub(crate) use process::{
+pub(crate) use testkit::process::{
     DEADLINE, DownEnd, Seat, Spawned, UpEnd, as_child, spawn, unique, wait, worker_id,
 };
 

@@ -1,10 +1,10 @@
 //! `sepal selftest`: every kernel against the reference on a device, then what each operation takes
 //! there, beside what the device gives at best. It needs the executable and a driver, nothing else.
 
-mod blocks;
 mod budget;
 mod measure;
 mod report;
+mod steps;
 
 use std::io::Write;
 use std::path::Path;
@@ -25,10 +25,10 @@ use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 
 use crate::engine::EngineError;
 use crate::node;
-use blocks::Steps;
 use measure::{Peaks, Table};
 use report::{Check, Report};
 use shared::causes::with_causes;
+use steps::Steps;
 
 /// Bytes of the pieces that are copied for the bandwidth, and repetitions of products for the peak.
 const COPY_BYTES: usize = 1 << 30;
@@ -167,7 +167,7 @@ fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut Report) -> Re
     // Quantization is slow, and no part of serving.
     let is_wanted = |name: &str| !name.starts_with("quantize");
     table.operations(&mut cpu, &operations(), &Shapes::SMALL, &is_wanted)?;
-    blocks::measure(&mut cpu, &Shapes::SMALL, Steps::SMALL, &mut table)
+    steps::measure(&mut cpu, &Shapes::SMALL, Steps::SMALL, &mut table)
 }
 
 /// Without the kernels for warpgroups that failed, which then is what is wrong with the device.
@@ -280,7 +280,7 @@ fn measure<G: Gpu>(
     let mut table = Table { peaks, repetitions, out, report };
     let all = cuda_operations::<G>();
     table.operations(cuda, &all, &shapes, &|_| true)?;
-    blocks::measure(cuda, &shapes, steps, &mut table)?;
+    steps::measure(cuda, &shapes, steps, &mut table)?;
     // Where products of many rows go to warpgroups: what warps take for them.
     let used = cuda.use_warpgroups(WarpgroupKernels::NONE);
     if used.is_empty() {

@@ -30,7 +30,6 @@ use shared::survey::Capacity;
 use shared::warpgroups::Warpgroups;
 use tracing::{debug, error, info, warn};
 
-use crate::block::WeightsError;
 use crate::device::DeviceBackend;
 use crate::engine::{BlockForm, Engine, EngineError, EngineShape};
 use crate::executor::{Executor, Exit, Follower, spin_time};
@@ -38,7 +37,8 @@ use crate::fault::Faults;
 use crate::gauges;
 use crate::node;
 use crate::probe;
-use crate::weights::map::{Keep, MapError, MappedWeights, guard};
+use blocks::WeightsError;
+use blocks::map::{Keep, MapError, MappedWeights, guard};
 use control::Rings;
 use group::Group;
 use kernels::cuda::scratch;

@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use gpu_worker::block::{BlockInput, BlockWeights, Workspace, forward};
-use gpu_worker::kv::page_layout;
-use gpu_worker::weights::map::MappedWeights;
+use blocks::kv::page_layout;
+use blocks::map::MappedWeights;
+use blocks::{BlockInput, BlockWeights, Workspace, forward};
 use kernels::{Cpu, KvPages, StepRow};
 use prepare::Inspected;
 use safetensors::tensor::{Dtype, TensorView};

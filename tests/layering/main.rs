@@ -23,15 +23,17 @@ const EDGES: &[(&str, &[&str])] = &[
     ("shared", &[]),
     // For tests alone; see TEST_EDGES.
     ("fuzzing", &[]),
+    ("testkit", &["shared"]),
     // Reaches hivemind in the place of the crate of the same name, through `[patch.crates-io]`.
     ("multistream-select", &[]),
     ("kernels", &["shared"]),
     ("model", &["shared"]),
     ("prepare", &["model", "kernels", "shared"]),
-    ("gpu-worker", &["model", "kernels", "shared"]),
+    ("blocks", &["model", "kernels", "shared"]),
+    ("gpu-worker", &["blocks", "model", "kernels", "shared"]),
     ("hivemind", &["shared"]),
     ("netd", &["hivemind", "shared"]),
-    ("client", &["gpu-worker", "hivemind", "model", "kernels", "shared"]),
+    ("client", &["blocks", "hivemind", "model", "kernels", "shared"]),
     ("gateway", &["client", "hivemind", "shared"]),
     ("supervisor", &["model", "shared"]),
     // Programs that measure; nothing depends on them.
@@ -59,11 +61,16 @@ const EDGES: &[(&str, &[&str])] = &[
 /// What the tests of a crate may depend on besides: prepare's map what it wrote as workers do, and
 /// the workers' serve models that prepare made ready. Crates with decoders fuzz them.
 const TEST_EDGES: &[(&str, &str)] = &[
-    ("prepare", "gpu-worker"),
+    ("prepare", "blocks"),
     ("gpu-worker", "prepare"),
     // With their feature `emu`.
     ("gpu-worker", "gpu-worker"),
     ("kernels", "kernels"),
+    ("gpu-worker", "testkit"),
+    ("hivemind", "testkit"),
+    ("netd", "testkit"),
+    ("prepare", "testkit"),
+    ("sepal", "testkit"),
     ("shared", "fuzzing"),
     ("hivemind", "fuzzing"),
     ("netd", "fuzzing"),
@@ -96,8 +103,8 @@ const UNSAFE_IN: &[&str] = &[
     "supervisor/src/spawn.rs",
     // The page of `--web`, beside the tree.
     "supervisor/src/web.rs",
-    "gpu-worker/src/weights/map.rs",
-    "gpu-worker/src/weights/map/guard.rs",
+    "gpu-worker/blocks/src/map.rs",
+    "gpu-worker/blocks/src/map/guard.rs",
     "kernels/src/cuda/",
     "kernels/src/cpu/simd/",
     "kernels/src/cpu/pool.rs",
@@ -119,7 +126,6 @@ const PROCESSES_IN: &[&str] = &[
     // The page of `--web`, beside the tree.
     "supervisor/src/web.rs",
     "client/src/demo.rs",
-    "gpu-worker/src/harness/",
     "kernels/benches/",
     "kernels/src/cuda/driver/probe/tests.rs",
     "kernels/src/cuda/driver/tests.rs",

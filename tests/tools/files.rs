@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 use crate::harness::demo::{demo_model, run_session};
 use crate::harness::{SEPAL, Sepal, serve_args};
-use crate::stand_in::StandIn;
+use testkit::hub::StandIn;
 
 /// Runs `sepal ARGS...` with a cache folder.
 fn run(cache: &Path, endpoint: &str, args: &[&str]) -> Output {

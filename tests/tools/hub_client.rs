@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use crate::harness::demo::demo_model;
 use crate::harness::{self, SEPAL, Sepal};
-use crate::stand_in::{Got, StandIn};
+use testkit::hub::{Got, StandIn};
 
 /// The prefix under which servers announce this model of the Hub by themselves.
 const PREFIX: &str = "demo-hf";

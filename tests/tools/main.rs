@@ -11,7 +11,4 @@ mod harness;
 mod hub_client;
 mod plan;
 mod readme;
-#[allow(dead_code, reason = "shared with the tests of package `prepare`")]
-#[path = "../../gpu-worker/prepare/src/hub/stand_in.rs"]
-mod stand_in;
 mod top;

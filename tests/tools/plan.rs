@@ -6,9 +6,8 @@ use std::process::{Command, Output};
 
 use crate::harness::demo::demo_model;
 use crate::harness::{SEPAL, Sepal};
-use crate::stand_in;
-use crate::stand_in::StandIn;
 use serde_json::Value;
+use testkit::hub::StandIn;
 
 /// Runs `sepal plan ARGS...` with a cache folder of its own.
 fn plan_in(cache: &Path, endpoint: &str, args: &[&str]) -> Output {
@@ -107,7 +106,10 @@ fn of_the_hub_only_headers_and_small_files_are_read() {
     let ends: Vec<u64> = weights.map(|one| one.range.as_ref().expect("a range").end).collect();
     assert!(!ends.is_empty() && ends.iter().all(|end| *end <= header), "{got:?}");
 
-    assert_eq!((&plan["model"], &plan["commit"]), (&"org/demo".into(), &stand_in::COMMIT.into()));
+    assert_eq!(
+        (&plan["model"], &plan["commit"]),
+        (&"org/demo".into(), &testkit::hub::COMMIT.into())
+    );
     let formats = plan["formats"].as_array().expect("formats");
     let names: Vec<&str> = formats.iter().filter_map(|of| of["quant_type"].as_str()).collect();
     assert_eq!(names, ["none", "int8", "nf4"]);

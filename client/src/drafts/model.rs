@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use gpu_worker::block::{BlockInput, BlockWeights, Workspace, forward};
-use gpu_worker::kv::page_layout;
+use blocks::kv::page_layout;
+use blocks::{BlockInput, BlockWeights, Workspace, forward};
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, KvPages, PAGE_TOKENS, PageLayout, StepRow};
 use model::BlockSpec;

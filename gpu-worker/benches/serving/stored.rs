@@ -59,7 +59,7 @@ impl Bytes {
 }
 
 /// What a rank holds: rows where they lie, columns in memory of its own, as
-/// `gpu_worker::weights::map` does it.
+/// `blocks::map` does it.
 pub struct Held<'b> {
     bytes: &'b Bytes,
     /// Of each block, by name; `None` for what is held whole.

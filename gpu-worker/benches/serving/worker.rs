@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use gpu_worker::block::{
+use blocks::kv::page_layout;
+use blocks::{
     BlockInput, BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward,
 };
-use gpu_worker::kv::page_layout;
 use gpu_worker::schedule::{JobKey, Schedule, Unit, Walk};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;

@@ -111,7 +111,7 @@ mod tests {
     use shared::survey::Capacity;
 
     use super::*;
-    use crate::fixtures::llama_config;
+    use testkit::models::llama_config;
 
     #[test]
     fn the_emulator_has_what_it_is_given_and_the_processor_is_left_out() {

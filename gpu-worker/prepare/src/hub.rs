@@ -18,8 +18,6 @@ mod client_tensors;
 mod requests;
 mod sources;
 #[cfg(test)]
-pub(crate) mod stand_in;
-#[cfg(test)]
 mod tests;
 mod whole;
 

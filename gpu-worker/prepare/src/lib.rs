@@ -21,16 +21,8 @@ pub mod disk_cache;
 mod error;
 mod estimate;
 mod files;
-#[cfg(test)]
-#[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
-#[path = "../../src/fixtures.rs"]
-mod fixtures;
 mod folder;
 mod groups;
-#[cfg(test)]
-#[allow(dead_code, reason = "shared with the tests of package `gpu-worker`")]
-#[path = "../../src/harness/process.rs"]
-mod harness;
 mod hub;
 mod inspect;
 mod locate;

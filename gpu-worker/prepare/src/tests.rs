@@ -1,9 +1,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use gpu_worker::block::{BlockInput, BlockWeights, Workspace, forward};
-use gpu_worker::kv::page_layout;
-use gpu_worker::weights::map::{MapError, MappedWeights};
+use blocks::kv::page_layout;
+use blocks::map::{MapError, MappedWeights};
+use blocks::{BlockInput, BlockWeights, Workspace, forward};
 use kernels::ops::convert;
 use kernels::{Cpu, KvPages, StepRow};
 use model::manifest::Manifest;
@@ -20,8 +20,8 @@ use shared::ids::{Generation, PageId};
 use tempfile::TempDir;
 
 use super::*;
-use crate::fixtures::*;
-use crate::harness::{DEADLINE, Seat, Spawned, as_child, spawn, wait};
+use testkit::models::*;
+use testkit::process::{DEADLINE, Seat, Spawned, as_child, spawn, wait};
 
 mod format;
 mod process;

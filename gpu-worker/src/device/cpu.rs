@@ -15,8 +15,8 @@ use shared::shm::kv::KvMap;
 pub use passes::{HostMemory, HostPasses};
 
 use super::{DeviceBackend, DirectSteps, HiddenStates, NOT_THERE, TransferError, UnitLimits};
-use crate::kv::{KvPool, KvShape};
 use crate::schedule::UnitTimes;
+use blocks::kv::{KvPool, KvShape};
 
 /// The kv segment, where it is mapped.
 #[derive(Debug)]

@@ -22,8 +22,8 @@ pub use recorded::RecordedSteps;
 pub use states::CudaStates;
 
 use super::{DeviceBackend, NOT_THERE, UnitLimits};
-use crate::kv::KvShape;
 use crate::schedule::UnitTimes;
+use blocks::kv::KvShape;
 
 /// An arena, and its part that the device reaches.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kernels::ops::OpError;
 
 use super::{DeviceBackend, HiddenStates, NOT_THERE, StepRunner, StepUnit};
-use crate::block::{BlockInput, Workspace, forward};
+use blocks::{BlockInput, Workspace, forward};
 
 /// Runs steps block by block.
 pub struct DirectSteps<B: DeviceBackend> {

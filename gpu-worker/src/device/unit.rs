@@ -6,8 +6,8 @@ use kernels::{DType, PageLayout, StepRow};
 use model::BlockSpec;
 
 use super::DeviceBackend;
-use crate::block::{BlockInput, BlockWeights, PromptPart};
 use crate::job::JobPlan;
+use blocks::{BlockInput, BlockWeights, PromptPart};
 
 /// Steps of one or several jobs through consecutive blocks.
 pub struct StepUnit<'a, 'w, B: DeviceBackend> {

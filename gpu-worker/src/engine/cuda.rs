@@ -9,8 +9,8 @@ use shared::ids::PageId;
 use shared::model::PAGE_TOKENS;
 
 use super::{Engine, EngineError};
-use crate::block::BlockWeights;
 use crate::device::StepUnit;
+use blocks::BlockWeights;
 
 /// Rows of a decode step and pages of each that a rehearsal computes.
 const REHEARSED_ROWS: usize = 32;

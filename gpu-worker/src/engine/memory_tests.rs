@@ -10,10 +10,10 @@ use shared::ids::PageId;
 use shared::shm::segment::MemfdSegment;
 
 use super::*;
-use crate::fixtures::llama_config;
 use crate::harness::planned_work;
 use crate::harness::*;
-use crate::wide_fixtures::{mixture_config, mixture_tensors};
+use testkit::models::llama_config;
+use testkit::wide_models::{mixture_config, mixture_tensors};
 
 #[test]
 fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {

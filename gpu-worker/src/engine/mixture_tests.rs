@@ -9,10 +9,10 @@ use shared::block::BlockIndex;
 use shared::ids::PageId;
 
 use super::*;
-use crate::block::{GradientWork, SavedActivations, Sums, backward};
 use crate::harness::{BLOCKS, Model, span};
-use crate::kv::page_layout;
-use crate::wide_fixtures::{mixture_config, mixture_tensors};
+use blocks::kv::page_layout;
+use blocks::{GradientWork, SavedActivations, Sums, backward};
+use testkit::wide_models::{mixture_config, mixture_tensors};
 
 /// Tokens of the rows of a batch, and the adapter of each: over tiles of 8 and of 32 rows, alone,
 /// and none.

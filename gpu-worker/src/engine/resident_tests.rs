@@ -19,7 +19,7 @@ use crate::harness::planned_work;
 use crate::harness::{BLOCKS, KV_PAGES, Model, span};
 use crate::job::JobPlan;
 use crate::schedule::{Schedule, UnitTimes};
-use crate::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 
 const BATCH: u32 = 2;
 /// Over several pages, not ending with one.

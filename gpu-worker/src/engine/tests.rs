@@ -18,12 +18,12 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
 use super::{Engine, EngineShape, Job};
-use crate::fixtures::{bytes, values, word};
 use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
 use crate::job::JobPlan;
 use crate::schedule::{Schedule, UnitTimes};
-use crate::weights::map::MappedWeights;
-use crate::wide_fixtures::{mixture_config, mixture_tensors, wide_config, wide_tensors};
+use blocks::map::MappedWeights;
+use testkit::models::{bytes, values, word};
+use testkit::wide_models::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
 pub(super) const HIDDEN: usize = 128;
 pub(super) const SLOT: u64 = 1 << 16;

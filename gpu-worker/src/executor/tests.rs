@@ -13,7 +13,7 @@ use shared::shm::segment::MemfdSegment;
 use super::*;
 use crate::engine::EngineShape;
 use crate::harness::*;
-use crate::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 
 mod adapters;
 mod bits;

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 use prepare::Inspected;
 use safetensors::SafeTensors;
 use shared::block::{BlockIndex, Span};

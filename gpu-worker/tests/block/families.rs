@@ -6,7 +6,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use gpu_worker::block::{ActivationStore, SaveLevel};
+use blocks::{ActivationStore, SaveLevel};
 use model::Qkv;
 use safetensors::SafeTensors;
 use serde_json::Value;

@@ -9,12 +9,12 @@ mod shards;
 
 use std::collections::HashMap;
 
-use gpu_worker::block::{
+use blocks::kv::page_layout;
+use blocks::kv::{KvPool, KvShape};
+use blocks::{
     BlockInput, BlockWeights, GradientWork, PromptPart, SavedActivations, Sums, Workspace,
     backward, forward_saving, keys,
 };
-use gpu_worker::kv::page_layout;
-use gpu_worker::kv::{KvPool, KvShape};
 use kernels::ops::convert;
 use kernels::quant::{int8, nf4};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ::model::shards::{Shard, Shares, Slice, SliceShape};
 use ::model::weight_files::WeightFiles;
-use gpu_worker::weights::map::{Keep, MappedWeights};
+use blocks::map::{Keep, MappedWeights};
 use kernels::quant::{held_bytes, slice_bytes};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::group::{Group, GroupMap, GroupShape, Member, WaitPolicy};

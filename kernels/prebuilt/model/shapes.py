@@ -4,7 +4,7 @@ Hidden 8192, 64 query heads and 8 KV heads of 128, MLP 28672, bf16 arithmetic an
 sessions with one new token each and `context` positions, the new one included.
 
 Sizes of tiles come from the manifest of the images; `gemv`, `splits` and `norm_threads` are
-kernels/src/tuning.rs's functions (COPIED), the order of launches gpu-worker/src/block/forward.rs's.
+kernels/src/tuning.rs's functions (COPIED), the order of launches gpu-worker/blocks/src/forward.rs's.
 """
 
 import dataclasses

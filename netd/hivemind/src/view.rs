@@ -174,7 +174,7 @@ fn claimed_range(info: &ServerInfo, first_block: u32, block: usize, count: usize
 mod tests {
     use super::*;
     use crate::dht::storage::Dictionary;
-    use crate::wire::golden;
+    use testkit::golden;
 
     const JOINING: ServerState = ServerState::Joining;
     const ONLINE: ServerState = ServerState::Online;

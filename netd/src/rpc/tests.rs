@@ -5,9 +5,6 @@ mod backward;
 mod chain;
 mod compression;
 mod errors;
-#[path = "../../hivemind/src/wire/golden.rs"]
-#[expect(dead_code, reason = "the tests of the wire use the rest of it")]
-mod golden;
 mod hostile;
 mod pushes;
 mod recovery;

@@ -265,6 +265,12 @@ mod tests {
         now: Instant,
     }
 
+    /// What a peer took, until it gives it back.
+    struct Held {
+        peer: PeerId,
+        grant: Grant,
+    }
+
     fn rig() -> Rig {
         let pool = Pool::new(Span::new(0, 1).unwrap(), 4096, 1024);
         Rig { queue: WaitQueue::new(pool, 1.0, NetOf::default()), now: Instant::now() }
@@ -279,10 +285,13 @@ mod tests {
             self.queue.take_now(peer, &request(tokens), self.now)
         }
 
+        fn hold(&mut self, peer: PeerId, tokens: u32) -> Held {
+            Held { peer, grant: self.take(peer, tokens).unwrap() }
+        }
+
         /// A peer of its own takes.
-        fn someone(&mut self, tokens: u32) -> (PeerId, Grant) {
-            let peer = PeerId::random();
-            (peer, self.take(peer, tokens).unwrap())
+        fn someone(&mut self, tokens: u32) -> Held {
+            self.hold(PeerId::random(), tokens)
         }
 
         fn wait(&mut self, peer: PeerId, tokens: u32) -> Ticket {
@@ -293,8 +302,8 @@ mod tests {
             }
         }
 
-        fn give_back(&mut self, (peer, grant): (PeerId, Grant)) -> Vec<Ticket> {
-            tickets(self.queue.give_back(peer, grant, self.now))
+        fn give_back(&mut self, held: Held) -> Vec<Ticket> {
+            tickets(self.queue.give_back(held.peer, held.grant, self.now))
         }
 
         fn small_ones_pass(&mut self, count: u32) {
@@ -363,7 +372,7 @@ mod tests {
     fn a_peer_over_its_share_goes_behind_those_who_wait() {
         let mut rig = rig();
         let (greedy, modest) = (PeerId::random(), PeerId::random());
-        let mut held: Vec<_> = (0..4).map(|_| (greedy, rig.take(greedy, 256).unwrap())).collect();
+        let mut held: Vec<_> = (0..4).map(|_| rig.hold(greedy, 256)).collect();
         let more = rig.wait(greedy, 256);
         let first = rig.wait(modest, 300);
         // What the greedy one gives back goes to the other, although its own request came before.
@@ -380,10 +389,10 @@ mod tests {
     fn who_was_refused_goes_before_a_peer_over_its_share_for_a_while() {
         let mut rig = rig();
         let (greedy, modest) = (PeerId::random(), PeerId::random());
-        let held: Vec<_> = (0..4).map(|_| rig.take(greedy, 256).unwrap()).collect();
+        let held: Vec<_> = (0..4).map(|_| rig.hold(greedy, 256)).collect();
         assert!(rig.take(modest, 200).is_err());
-        for grant in held {
-            assert!(rig.give_back((greedy, grant)).is_empty());
+        for one in held {
+            assert!(rig.give_back(one).is_empty());
             // It comes back at once each time, up to its share and no further.
             let again = rig.take(greedy, 256);
             assert!(
@@ -397,9 +406,9 @@ mod tests {
     fn a_peer_that_waits_for_more_than_its_share_is_served_when_the_claims_have_run_out() {
         let mut rig = rig();
         let (greedy, gone) = (PeerId::random(), PeerId::random());
-        let held = rig.take(greedy, 1000).unwrap();
+        let held = rig.hold(greedy, 1000);
         assert!(rig.take(gone, 100).is_err());
-        assert!(rig.give_back((greedy, held)).is_empty());
+        assert!(rig.give_back(held).is_empty());
         let _held = rig.take(greedy, 500).unwrap();
         let more = rig.wait(greedy, 500);
         rig.small_ones_pass(2 * MAX_OVERTAKEN);

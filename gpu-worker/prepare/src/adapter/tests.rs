@@ -1,7 +1,7 @@
 //! Adapters that do not belong to the model, or are not whole.
 
 use ::safetensors::tensor::Dtype;
-use gpu_worker::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 use serde_json::{Value, json};
 use shared::block::Span;
 use shared::config::{PrepareConfig, QuantType};
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::Inspected;
-use crate::fixtures::{
+use testkit::models::{
     Tensors, bytes, llama_config, llama_tensors, safetensors, values, word, write_model,
 };
 

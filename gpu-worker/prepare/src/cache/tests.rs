@@ -9,8 +9,8 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::Inspected;
-use crate::fixtures::*;
-use crate::hub::stand_in::{COMMIT, StandIn};
+use testkit::hub::{COMMIT, StandIn};
+use testkit::models::*;
 
 /// A cache with blocks 0 and 1 of a model of the Hub, both quantized too.
 struct Filled {
@@ -281,8 +281,7 @@ fn an_exported_model_is_served_from_its_folder_under_its_own_name() {
     assert_eq!((facts.name.as_str(), facts.dht_prefix.as_deref()), ("org/tiny", Some("tiny-hf")));
     let bytes = |manifest: &model::manifest::Manifest| {
         let weights =
-            gpu_worker::weights::map::MappedWeights::map(manifest, Span::new(0, 2).unwrap(), || ())
-                .unwrap();
+            blocks::map::MappedWeights::map(manifest, Span::new(0, 2).unwrap(), || ()).unwrap();
         let tensor = weights.tensor(shared::block::BlockIndex(1), "mlp.up_proj.weight");
         tensor.unwrap().bytes().to_vec()
     };

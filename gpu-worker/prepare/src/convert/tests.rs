@@ -1,12 +1,12 @@
-use gpu_worker::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 use model::manifest::Manifest;
 use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 
 use super::*;
-use crate::fixtures::*;
 use crate::staging::MARKER;
+use testkit::models::*;
 
 struct Site {
     root: TempDir,

@@ -1,7 +1,7 @@
 //! Downloads from a stand-in of the Hub: what is asked for, what is kept, and what happens when it
 //! goes wrong.
 
-use gpu_worker::weights::map::MappedWeights;
+use ::blocks::map::MappedWeights;
 use model::header::TensorInfo;
 use model::manifest::Manifest;
 use shared::block::{BlockIndex, Span};
@@ -10,10 +10,10 @@ use shared::dtype::DType;
 use shared::exit::ExitReason;
 use tempfile::TempDir;
 
-use super::stand_in::{COMMIT, Got, StandIn};
 use super::*;
 use crate::Inspected;
-use crate::fixtures::*;
+use testkit::hub::{COMMIT, Got, StandIn};
+use testkit::models::*;
 
 const QUICK: Pauses = Pauses {
     first: Duration::from_millis(1),

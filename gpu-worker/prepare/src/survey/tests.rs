@@ -6,8 +6,8 @@ use shared::dtype::DType;
 use tempfile::TempDir;
 
 use super::*;
-use crate::fixtures::*;
-use crate::hub::stand_in::StandIn;
+use testkit::hub::StandIn;
+use testkit::models::*;
 
 const ALL: [QuantType; 3] = [QuantType::None, QuantType::Int8, QuantType::Nf4];
 

@@ -7,13 +7,13 @@ use model::BlockSpec;
 use shared::job::{JobBody, SlotRef};
 
 use super::HostArena;
-use crate::block::{
-    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
-    forward_saving, keys, levels,
-};
 use crate::device::host::{read, write};
 use crate::device::{HostGradients, NOT_THERE, PassRunner, PassUnit, TransferError};
 use crate::job::JobPlan;
+use blocks::{
+    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
+    forward_saving, keys, levels,
+};
 
 /// Runs jobs without cache.
 pub struct HostPasses {

@@ -12,10 +12,10 @@ use shared::job::{SlotRef, WorkKind};
 use super::resident::{Region, Resident};
 use super::states::is_aligned;
 use super::{CudaArena, CudaStates, NOT_THERE};
-use crate::block::{GradientWork, SavedActivations, Sums, Workspace, backward, forward, keys};
 use crate::device::host::{read, write};
 use crate::device::{HiddenStates, HostGradients, PassRunner, PassUnit, TransferError};
 use crate::job::JobPlan;
+use blocks::{GradientWork, SavedActivations, Sums, Workspace, backward, forward, keys};
 
 /// Runs jobs without cache.
 pub struct CudaPasses<G: Gpu> {

@@ -28,12 +28,12 @@ use shared::model::MAX_STEP_TOKENS;
 use tracing::{debug, info, warn};
 
 use super::NOT_THERE;
-use crate::block::{
-    BlockInput, BlockWeights, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
-};
 use crate::device::direct::{gather, scatter};
 use crate::device::{DeviceBackend, DirectSteps, StepRunner, StepUnit};
-use crate::kv::KvShape;
+use blocks::kv::KvShape;
+use blocks::{
+    BlockInput, BlockWeights, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
+};
 
 /// Memory of a device that recordings leave to others. They are planned for
 /// ([`model::sizing::graph_block_bytes`]), but what they take is the driver's choice: a

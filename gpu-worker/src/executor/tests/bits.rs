@@ -6,7 +6,7 @@ use shared::config::QuantType;
 use shared::model::PAGE_TOKENS;
 
 use super::*;
-use crate::fixtures::llama_config;
+use testkit::models::llama_config;
 
 const ROWS: usize = 32;
 

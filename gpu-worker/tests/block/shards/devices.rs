@@ -2,7 +2,7 @@
 
 use std::sync::{Barrier, Mutex};
 
-use gpu_worker::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
 use kernels::cuda::emu::Emu;
 use kernels::cuda::group::Offer;
 use kernels::cuda::{Cuda, Pages};

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use gpu_worker::block::{ActivationStore, SaveLevel};
-use gpu_worker::weights::map::MappedWeights;
+use blocks::map::MappedWeights;
+use blocks::{ActivationStore, SaveLevel};
 use shared::block::BlockIndex;
 
 use super::model::{BATCH, Model, PREFIX};

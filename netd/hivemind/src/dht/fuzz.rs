@@ -11,8 +11,8 @@ use super::routing::RoutingTable;
 use super::storage::{Dictionary, Owner, Storage, StorageLimits, Stored};
 use crate::p2p::Net;
 use crate::wire::fields::has_at_most;
-use crate::wire::golden;
 use crate::wire::messages::{FindRequest, StoreRequest};
+use testkit::golden;
 
 /// The time of the records in the golden messages, near enough to be stored.
 const NOW: f64 = 1_795_162_000.0;

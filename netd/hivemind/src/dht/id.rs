@@ -71,8 +71,8 @@ impl fmt::Debug for DhtId {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use crate::wire::msgpack::Limits;
+    use testkit::golden;
 
     #[test]
     fn golden_keys_have_the_ids_of_the_reference() {

@@ -8,7 +8,6 @@ use serde_json::Value as Json;
 use shared::dtype::DType;
 
 use super::fields::has_at_most;
-use super::golden;
 use super::messages::*;
 use super::metadata::RequestMetadata;
 use super::msgpack::{Limits, Value};
@@ -21,6 +20,7 @@ use super::stream_parts::{PartAssembler, PartLimits};
 use super::tensor::{ShapeLimits, WireTensor};
 use super::uid::parse_chain;
 use crate::names;
+use testkit::golden;
 
 /// Fields of a request, as netd counts them before it decodes.
 const MAX_FIELDS: usize = 64;

@@ -277,8 +277,8 @@ pub struct Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use prost::Message;
+    use testkit::golden;
 
     fn reencode<M: Message + Default>(bytes: &[u8]) -> Vec<u8> {
         M::decode(bytes).expect("golden message decodes").encode_to_vec()

@@ -456,8 +456,8 @@ fn next_servers(value: &Value) -> Result<Vec<NextServer>, MetadataError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use proptest::prelude::*;
+    use testkit::golden;
 
     fn parse(entries: Vec<(&str, Value)>) -> Result<RequestMetadata, MetadataError> {
         RequestMetadata::parse(&encode_map(entries), names::INFERENCE)

@@ -23,6 +23,4 @@ pub mod uid;
 #[cfg(test)]
 mod fuzz;
 #[cfg(test)]
-pub(crate) mod golden;
-#[cfg(test)]
 mod transcript_tests;

@@ -300,8 +300,8 @@ fn pings(field: &'static str, value: &Value) -> Result<Vec<(String, f64)>, Recor
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use proptest::prelude::*;
+    use testkit::golden;
 
     fn with_extra(key: &str, value: Value) -> Result<ServerInfo, RecordError> {
         tuple(vec![Value::Int(2), Value::Float(1.0), Value::Map(vec![(Value::str(key), value)])])

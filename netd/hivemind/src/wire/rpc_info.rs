@@ -167,8 +167,8 @@ fn descriptor(size: Vec<Value>, dtype: WireDtype, compression: i32) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use proptest::prelude::*;
+    use testkit::golden;
 
     fn golden_info() -> RpcInfo {
         RpcInfo {

@@ -118,9 +118,9 @@ impl PartAssembler {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::golden;
     use proptest::prelude::*;
     use prost::Message;
+    use testkit::golden;
 
     const LIMITS: PartLimits = PartLimits { max_tensors: 3, max_bytes: 1 << 16, max_parts: 100 };
 

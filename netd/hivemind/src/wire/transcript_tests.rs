@@ -1,12 +1,12 @@
 //! Requests that a real Petals client sent, through every decoder of this module at once.
 
-use super::golden;
 use super::messages::{ExpertRequest, ExpertResponse, Tensor};
 use super::metadata::RequestMetadata;
 use super::tensor::{ShapeLimits, WireDtype, WireTensor};
 use super::uid::parse_chain;
 use crate::names;
 use prost::Message;
+use testkit::golden;
 
 const LIMITS: ShapeLimits = ShapeLimits { max_rank: 4, max_elements: 1 << 20 };
 

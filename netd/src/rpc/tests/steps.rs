@@ -13,8 +13,8 @@ use prost::Message;
 use shared::block::Span;
 use shared::job::WorkKind;
 
-use super::golden;
 use super::rig::*;
+use testkit::golden;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_remembers_its_tokens_and_gives_its_memory_back() {

@@ -186,7 +186,7 @@ impl Swarm {
     }
 
     /// A request of a peer that is no node.
-    fn inject(&mut self, (from, net): (PeerId, Net), callee: usize, request: Request) {
+    fn inject(&mut self, from: PeerId, net: Net, callee: usize, request: Request) {
         let id = InboundId(self.serial());
         self.deliver(callee, Event::Inbound { id, from, net, request });
     }
@@ -308,14 +308,16 @@ impl Field {
 
     /// After the servers have announced themselves.
     fn strike(&mut self) {
-        let stranger = (PeerId::random(), net(9, 0));
+        let (stranger, abroad) = (PeerId::random(), net(9, 0));
         match self.attack {
-            Attack::Forgeries => self.forge(stranger, self.claim("offline", FORGED_LIFE_S)),
-            Attack::Stale => self.forge(stranger, self.claim("before", LIFE_S + 60.0)),
+            Attack::Forgeries => {
+                self.forge(stranger, abroad, self.claim("offline", FORGED_LIFE_S));
+            }
+            Attack::Stale => self.forge(stranger, abroad, self.claim("before", LIFE_S + 60.0)),
             Attack::OneValue => {
                 let expiration = self.swarm.now() + FORGED_LIFE_S;
                 let value = Timed { value: Bytes::from_static(b"x"), expiration };
-                self.forge(stranger, vec![(Bytes::from_static(&[0xc0]), value)]);
+                self.forge(stranger, abroad, vec![(Bytes::from_static(&[0xc0]), value)]);
             }
             Attack::Sybils => (0..SYBILS).for_each(|number| self.flood(number)),
             Attack::Nothing | Attack::Eclipse(_) | Attack::Lies(_) => {}
@@ -323,25 +325,26 @@ impl Field {
     }
 
     /// Stores entries under the key, at all nodes near it.
-    fn forge(&mut self, from: (PeerId, Net), entries: Vec<(Bytes, Timed)>) {
+    fn forge(&mut self, from: PeerId, net: Net, entries: Vec<(Bytes, Timed)>) {
         let mut request = StoreRequest::default();
         for (tag, timed) in entries {
             add(&mut request, &self.key, tag, timed);
         }
         for node in self.near.clone() {
-            self.swarm.inject(from, node, Request::Store(request.clone()));
+            self.swarm.inject(from, net, node, Request::Store(request.clone()));
         }
     }
 
     /// One Sybil: records to fill the stores, and a node id of its own next to the key.
     fn flood(&mut self, number: usize) {
         const JUNK: Bytes = Bytes::from_static(&[0; 1024]);
-        let from = (peer_of(&next_to(&self.key, number)), net(9, number % SYBIL_NETS));
+        let from = peer_of(&next_to(&self.key, number));
+        let net = net(9, number % SYBIL_NETS);
         let expiration = self.swarm.now() + FORGED_LIFE_S;
         let mut request = StoreRequest::default();
         let others = (0..3).map(|n| DhtId::of_bytes(format!("junk {number} {n}").as_bytes()));
         for key in others.chain([self.key]) {
-            add(&mut request, &key, tag_of(&from.0), Timed { value: JUNK, expiration });
+            add(&mut request, &key, tag_of(&from), Timed { value: JUNK, expiration });
         }
         let node_id = next_to(&self.key, number).0.to_vec().into();
         request.peer = Some(NodeInfo { node_id });
@@ -351,8 +354,8 @@ impl Field {
             peer: request.peer.clone(),
         };
         for node in self.near.clone() {
-            self.swarm.inject(from, node, Request::Store(request.clone()));
-            self.swarm.inject(from, node, Request::Find(find.clone()));
+            self.swarm.inject(from, net, node, Request::Store(request.clone()));
+            self.swarm.inject(from, net, node, Request::Find(find.clone()));
         }
     }
 

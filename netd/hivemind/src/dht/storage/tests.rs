@@ -1,8 +1,8 @@
 use super::*;
-use crate::wire::golden;
 use proptest::prelude::*;
 use std::net::Ipv4Addr;
 use std::sync::LazyLock;
+use testkit::golden;
 
 const NOW: f64 = 1_000.0;
 static OWN: LazyLock<PeerId> = LazyLock::new(PeerId::random);

@@ -1,8 +1,8 @@
 use super::*;
-use crate::wire::golden;
 use proptest::prelude::*;
 use prost::Message;
 use serde_json::Value;
+use testkit::golden;
 
 const LOSSY: [Compression; 5] = [
     Compression::MeanStd16Bit,

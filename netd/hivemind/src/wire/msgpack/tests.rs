@@ -1,6 +1,6 @@
 use super::*;
-use crate::wire::golden;
 use proptest::prelude::*;
+use testkit::golden;
 
 fn decode(bytes: &[u8]) -> Result<Value, MsgpackError> {
     Value::decode(bytes, Limits::SMALL)

@@ -1,7 +1,7 @@
 use super::*;
-use crate::wire::golden;
 use proptest::prelude::*;
 use prost::Message;
+use testkit::golden;
 
 const LIMITS: ShapeLimits = ShapeLimits { max_rank: 4, max_elements: 1 << 20 };
 

@@ -36,6 +36,19 @@ impl Visit {
     }
 }
 
+/// Seconds that a visit takes with the others who are there.
+#[derive(Clone, Copy)]
+struct Residence {
+    compute_s: f64,
+    transfer_s: f64,
+}
+
+impl Residence {
+    fn total_s(self) -> f64 {
+        self.compute_s + self.transfer_s
+    }
+}
+
 /// How busy a server is.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
@@ -64,9 +77,10 @@ impl Loads {
 
     /// Seconds that a step of a session takes; adds what it leaves on the servers for the next pass. `way_s` is time that nobody shares.
     pub fn step_s(&mut self, way_s: f64, visits: &mut [Visit]) -> f64 {
-        let total_s = way_s + visits.iter().map(|visit| sum(self.residence(visit))).sum::<f64>();
+        let total_s =
+            way_s + visits.iter().map(|visit| self.residence(visit).total_s()).sum::<f64>();
         for visit in visits {
-            let (compute_s, transfer_s) = self.residence(visit);
+            let Residence { compute_s, transfer_s } = self.residence(visit);
             visit.present = (compute_s / total_s, transfer_s / total_s);
             let next = &mut self.next[visit.server];
             match visit.demand {
@@ -84,20 +98,21 @@ impl Loads {
         total_s
     }
 
-    fn residence(&self, visit: &Visit) -> (f64, f64) {
+    fn residence(&self, visit: &Visit) -> Residence {
         let load = &self.known[visit.server];
         let others = |all: f64, own: f64| 1.0 + (all - own).max(0.0);
         match visit.demand {
             Demand::Step(seconds) => {
                 let blocked_s = load.batch_share.min(1.0) * self.batch_block_s[visit.server] / 2.0;
-                (seconds * others(load.steps, visit.present.0) + blocked_s, 0.0)
+                let compute_s = seconds * others(load.steps, visit.present.0) + blocked_s;
+                Residence { compute_s, transfer_s: 0.0 }
             }
             Demand::Batch(compute_s, transfer_s) => {
                 let left = 1.0 - load.step_share.min(MOST_BUSY);
-                (
-                    compute_s / left * others(load.batches, visit.present.0),
-                    transfer_s * others(load.transfers, visit.present.1),
-                )
+                Residence {
+                    compute_s: compute_s / left * others(load.batches, visit.present.0),
+                    transfer_s: transfer_s * others(load.transfers, visit.present.1),
+                }
             }
         }
     }
@@ -113,10 +128,6 @@ impl Loads {
             *next = Load::default();
         }
     }
-}
-
-fn sum((a, b): (f64, f64)) -> f64 {
-    a + b
 }
 
 #[cfg(test)]

@@ -123,7 +123,7 @@ fn exponential(rng: &mut StdRng) -> f64 {
     -rng.random_range(f64::EPSILON..1.0).ln()
 }
 
-fn log_uniform(rng: &mut StdRng, (from, to): (f64, f64)) -> f64 {
+fn log_uniform(rng: &mut StdRng, from: f64, to: f64) -> f64 {
     from * (to / from).powf(rng.random())
 }
 
@@ -140,7 +140,7 @@ impl Machine {
         let speed = rng.random_range(0.8..1.25);
         let forward_rps = kind.forward_rps * speed;
         let share = if relayed { RELAY_SHARE } else { 1.0 };
-        let network_rps = log_uniform(rng, kind.mbps) * 1e6 / BITS_PER_TOKEN;
+        let network_rps = log_uniform(rng, kind.mbps.0, kind.mbps.1) * 1e6 / BITS_PER_TOKEN;
         let compute = forward_rps / ((blocks + 1) as f64 / 2.0);
         Machine {
             location: Location::draw(rng, relayed),
@@ -217,7 +217,7 @@ impl Person {
 
     /// The next text: a prompt of 32 to 2,048 tokens and 200 tokens on average.
     pub fn text(&mut self) -> Text {
-        let prompt = log_uniform(&mut self.habits, (32.0, 2048.0)).round();
+        let prompt = log_uniform(&mut self.habits, 32.0, 2048.0).round();
         Text { prompt, tokens: (10.0 + 190.0 * exponential(&mut self.habits)).min(2048.0).round() }
     }
 }

@@ -3,10 +3,10 @@
 use serde_json::{Value, json};
 use shared::dtype::DType;
 
-use crate::fixtures::{Tensors, bytes, llama_config, values, word};
+use crate::models::{Tensors, bytes, llama_config, values, word};
 
 /// config.json of a Llama of width 128 whose heads have the size of real ones.
-pub(crate) fn wide_config(blocks: usize) -> Value {
+pub fn wide_config(blocks: usize) -> Value {
     let mut config = llama_config(blocks);
     config["hidden_size"] = json!(128);
     config["intermediate_size"] = json!(192);
@@ -16,7 +16,7 @@ pub(crate) fn wide_config(blocks: usize) -> Value {
 }
 
 /// The tensors of that model in `dtype`.
-pub(crate) fn wide_tensors(blocks: usize, dtype: DType) -> Tensors {
+pub fn wide_tensors(blocks: usize, dtype: DType) -> Tensors {
     let mlp =
         [("mlp.gate_proj", [192, 128]), ("mlp.up_proj", [192, 128]), ("mlp.down_proj", [128, 192])];
     let mlp = mlp.map(|(name, shape)| (name.to_owned(), shape));
@@ -24,7 +24,7 @@ pub(crate) fn wide_tensors(blocks: usize, dtype: DType) -> Tensors {
 }
 
 /// config.json of a Mixtral of that width with 4 experts, 2 of them for a token.
-pub(crate) fn mixture_config(blocks: usize) -> Value {
+pub fn mixture_config(blocks: usize) -> Value {
     let mut config = wide_config(blocks);
     config["model_type"] = json!("mixtral");
     config["num_local_experts"] = json!(4);
@@ -33,7 +33,7 @@ pub(crate) fn mixture_config(blocks: usize) -> Value {
 }
 
 /// The tensors of that model in `dtype`.
-pub(crate) fn mixture_tensors(blocks: usize, dtype: DType) -> Tensors {
+pub fn mixture_tensors(blocks: usize, dtype: DType) -> Tensors {
     let mut mlp = vec![("block_sparse_moe.gate".to_owned(), [4, 128])];
     for expert in 0..4 {
         for (name, shape) in [("w1", [192, 128]), ("w3", [192, 128]), ("w2", [128, 192])] {

@@ -8,36 +8,36 @@ use model::{BlockSpec, Mlp, Position, Qkv, Residual};
 /// Intermediate results, reused from step to step: a step allocates only if it is larger than all
 /// before it.
 pub struct Workspace<B: Backend> {
-    pub(in crate::block) normed: B::Buffer,
-    pub(in crate::block) branch: B::Buffer,
+    pub(crate) normed: B::Buffer,
+    pub(crate) branch: B::Buffer,
     pub(super) aside: B::Buffer,
     /// The other place of the hidden states, in runs.
     pub(super) beside: B::Buffer,
-    pub(in crate::block) heads: Heads<B>,
-    pub(in crate::block) middle: Middle<B>,
+    pub(crate) heads: Heads<B>,
+    pub(crate) middle: Middle<B>,
     /// Between the two matrices of an adapter.
-    pub(in crate::block) rank: B::Buffer,
+    pub(crate) rank: B::Buffer,
 }
 
 /// Queries, keys and values of the new tokens, and what attention makes of them.
-pub(in crate::block) struct Heads<B: Backend> {
-    pub(in crate::block) q: B::Buffer,
-    pub(in crate::block) k: B::Buffer,
-    pub(in crate::block) v: B::Buffer,
-    pub(in crate::block) attended: B::Buffer,
-    pub(in crate::block) table: B::Buffer,
+pub(crate) struct Heads<B: Backend> {
+    pub(crate) q: B::Buffer,
+    pub(crate) k: B::Buffer,
+    pub(crate) v: B::Buffer,
+    pub(crate) attended: B::Buffer,
+    pub(crate) table: B::Buffer,
     pub(super) fused: B::Buffer,
     pub(super) normed_k: B::Buffer,
 }
 
 /// The middle of the MLP.
-pub(in crate::block) struct Middle<B: Backend> {
-    pub(in crate::block) gate: B::Buffer,
-    pub(in crate::block) up: B::Buffer,
-    pub(in crate::block) logits: B::Buffer,
-    pub(in crate::block) given: B::Buffer,
+pub(crate) struct Middle<B: Backend> {
+    pub(crate) gate: B::Buffer,
+    pub(crate) up: B::Buffer,
+    pub(crate) logits: B::Buffer,
+    pub(crate) given: B::Buffer,
     /// Which token goes to which expert, on the device.
-    pub(in crate::block) lists: B::Buffer,
+    pub(crate) lists: B::Buffer,
 }
 
 impl<B: Backend> Workspace<B> {

@@ -3,7 +3,7 @@
 use kernels::Backend;
 use model::{BlockSpec, Mlp, Qkv};
 
-use crate::block::forward::Workspace;
+use crate::forward::Workspace;
 
 /// Intermediate results of a backward pass, reused from piece to piece.
 pub struct GradientWork<B: Backend> {
@@ -68,13 +68,7 @@ impl<B: Backend> GradientWork<B> {
     }
 
     /// Makes all buffers large enough for so many tokens.
-    pub(crate) fn grow(
-        &mut self,
-        backend: &mut B,
-        spec: &BlockSpec,
-        tokens: usize,
-        largest_rank: usize,
-    ) {
+    pub fn grow(&mut self, backend: &mut B, spec: &BlockSpec, tokens: usize, largest_rank: usize) {
         self.forward.grow(backend, spec, tokens, largest_rank);
         let (q, kv) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let only = |needed: bool, width: usize| if needed { width } else { 0 };

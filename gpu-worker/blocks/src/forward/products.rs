@@ -21,7 +21,7 @@ pub(super) fn product<'p, 'w, B: Backend>(
 
 impl<'w, B: Backend> Pass<'_, 'w, B> {
     /// Products of `x` with several matrices.
-    pub(in crate::block) fn products<const N: usize>(
+    pub(crate) fn products<const N: usize>(
         &mut self,
         x: &B::Floats,
         linears: [&Linear<'_, B>; N],
@@ -36,7 +36,7 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         parts.try_for_each(|(linear, out)| self.adapt(x, linear, Inputs::Whole, out))
     }
 
-    pub(in crate::block) fn linear(
+    pub(crate) fn linear(
         &mut self,
         x: &B::Floats,
         linear: &Linear<'_, B>,

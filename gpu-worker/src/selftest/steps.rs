@@ -13,9 +13,9 @@ use shared::model::PAGE_TOKENS;
 
 use super::Ended;
 use super::measure::Table;
-use crate::block::{BlockInput, BlockWeights, Workspace, forward};
 use crate::device::DeviceBackend;
-use crate::kv::page_layout;
+use blocks::kv::page_layout;
+use blocks::{BlockInput, BlockWeights, Workspace, forward};
 
 /// Type in which the block computes.
 const DTYPE: DType = DType::Bf16;

@@ -131,7 +131,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
 /// The adapters beside the matrices of experts, if one of these tokens may go through one; `middle`
 /// is memory for them.
-pub(in crate::block) fn adapters_of<'a, 'w, B: Backend>(
+pub(crate) fn adapters_of<'a, 'w, B: Backend>(
     experts: &[GatedWeights<'w, B>],
     tables: &'a [Option<B::Adapters<'w>>; 3],
     of_tokens: &'a [Option<u32>],

@@ -2,9 +2,20 @@
 //! ([`BlockSpec`](model::BlockSpec)); the forward pass is written once and knows neither families nor
 //! devices.
 
+//!
+//! ```text
+//! manifest ──map──> MappedWeights ──load──> BlockWeights ─┐
+//!                   map.rs                  weights.rs    ├─> forward, backward ──> hidden states
+//! kv segment ─────────────────────────────> pages, kv.rs ─┘
+//! ```
+//! The worker's executor runs blocks, and so does a client whose draft model guesses tokens.
+#![deny(unsafe_code)]
+
 mod adapters;
 mod backward;
 mod forward;
+pub mod kv;
+pub mod map;
 mod rope;
 mod saved;
 mod weights;

@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use shared::dtype::DType;
 
 /// Tensors of a checkpoint by name: dtype, shape, data.
-pub(crate) type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// config.json of a Llama with `blocks` blocks of width 64.
-pub(crate) fn llama_config(blocks: usize) -> Value {
+pub fn llama_config(blocks: usize) -> Value {
     json!({
         "model_type": "llama",
         "hidden_size": 64,
@@ -29,7 +29,7 @@ pub(crate) fn llama_config(blocks: usize) -> Value {
 }
 
 /// The tensors of that model in `dtype`.
-pub(crate) fn llama_tensors(blocks: usize, dtype: DType) -> Tensors {
+pub fn llama_tensors(blocks: usize, dtype: DType) -> Tensors {
     let mut tensors = Tensors::new();
     for block in 0..blocks {
         let shapes: [(&str, &[usize]); 9] = [
@@ -55,7 +55,7 @@ pub(crate) fn llama_tensors(blocks: usize, dtype: DType) -> Tensors {
 }
 
 /// Weights as in no trained model, but of their size: `sin` of the index, scaled by the width.
-pub(crate) fn values(shape: &[usize], seed: usize) -> Vec<f32> {
+pub fn values(shape: &[usize], seed: usize) -> Vec<f32> {
     let count: usize = shape.iter().product();
     let scale = if shape.len() == 1 { 0.2 } else { 1.5 / (shape[1] as f32).sqrt() };
     let base = if shape.len() == 1 { 1.0 } else { 0.0 };
@@ -63,7 +63,7 @@ pub(crate) fn values(shape: &[usize], seed: usize) -> Vec<f32> {
 }
 
 /// `values` in `dtype`, rounded by the `half` crate.
-pub(crate) fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+pub fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
@@ -71,7 +71,7 @@ pub(crate) fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-pub(crate) fn word(dtype: DType) -> Dtype {
+pub fn word(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
         DType::Bf16 => Dtype::BF16,
@@ -80,7 +80,7 @@ pub(crate) fn word(dtype: DType) -> Dtype {
 }
 
 /// A safetensors file of `tensors`.
-pub(crate) fn safetensors(tensors: &Tensors) -> Vec<u8> {
+pub fn safetensors(tensors: &Tensors) -> Vec<u8> {
     let views = tensors.iter().map(|(name, (dtype, shape, data))| {
         (
             name.as_str(),
@@ -91,14 +91,14 @@ pub(crate) fn safetensors(tensors: &Tensors) -> Vec<u8> {
 }
 
 /// Writes a model folder with one checkpoint file.
-pub(crate) fn write_model(folder: &Path, config: &Value, tensors: &Tensors) {
+pub fn write_model(folder: &Path, config: &Value, tensors: &Tensors) {
     std::fs::create_dir_all(folder).expect("a folder");
     std::fs::write(folder.join("config.json"), config.to_string()).expect("config.json");
     std::fs::write(folder.join("model.safetensors"), safetensors(tensors)).expect("weights");
 }
 
 /// Writes a model folder with one checkpoint file per block and an index.
-pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
+pub fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
     std::fs::create_dir_all(folder).expect("a folder");
     std::fs::write(folder.join("config.json"), config.to_string()).expect("config.json");
     let mut shards: BTreeMap<String, Tensors> = BTreeMap::new();
@@ -123,7 +123,7 @@ pub(crate) fn write_sharded(folder: &Path, config: &Value, tensors: &Tensors) {
 
 /// The queries and matrices of the MLP of a model by this config, of many experts those of some:
 /// what an adapter of number `seed` is for, with outputs and inputs.
-pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usize; 2])> {
+pub fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usize; 2])> {
     let side = |name: &str| config[name].as_u64().unwrap_or(0) as usize;
     let (hidden, middle) = (side("hidden_size"), side("intermediate_size"));
     let mut modules = vec![("self_attn.q_proj".to_owned(), [hidden, hidden])];
@@ -148,12 +148,7 @@ pub(crate) fn adapted_modules(config: &Value, seed: usize) -> Vec<(String, [usiz
 
 /// Writes a LoRA adapter of rank 4 for these modules of every block; another `seed` makes another
 /// adapter.
-pub(crate) fn write_adapter(
-    folder: &Path,
-    blocks: usize,
-    seed: usize,
-    modules: &[(String, [usize; 2])],
-) {
+pub fn write_adapter(folder: &Path, blocks: usize, seed: usize, modules: &[(String, [usize; 2])]) {
     let mut tensors = Tensors::new();
     for block in 0..blocks {
         for (k, (module, [outputs, inputs])) in modules.iter().enumerate() {

@@ -34,7 +34,7 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
 use shared::config::QuantType;
 
-use crate::block::AdapterView;
+use crate::AdapterView;
 
 /// Why weights could not be mapped. All of them mean that prepare must run again.
 #[derive(Debug, thiserror::Error)]

@@ -20,27 +20,27 @@ use shared::sandbox::{Confinement, SandboxMode};
 use shared::shm::board::{Board, Occupant};
 
 /// Longest wait of any test.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A name that no other segment of this machine has.
-pub(crate) fn unique(what: &str) -> String {
+pub fn unique(what: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("sepal-test-{}-{}-{what}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// The worker of all tests.
-pub(crate) fn worker_id() -> WorkerId {
+pub fn worker_id() -> WorkerId {
     WorkerId::solo(GroupId(0))
 }
 
 /// A board with one worker on it.
-pub(crate) struct Seat {
-    pub(crate) board: Board,
-    pub(crate) seat: BoardSeat,
+pub struct Seat {
+    pub board: Board,
+    pub seat: BoardSeat,
 }
 
 impl Seat {
-    pub(crate) fn of(role: Role, generation: Generation) -> Seat {
+    pub fn of(role: Role, generation: Generation) -> Seat {
         let board = Board::create("test", 0).unwrap();
         let worker = (role == Role::Worker).then(worker_id);
         board.assign(0, &Occupant { role, generation, worker }).unwrap();
@@ -51,19 +51,19 @@ impl Seat {
 const FD_VARIABLE: &str = "SEPAL_TEST_BOOTSTRAP";
 
 /// Where the supervisor writes.
-pub(crate) struct DownEnd<Down>(pub(crate) IpcSender<ToChild<Down>>);
+pub struct DownEnd<Down>(pub IpcSender<ToChild<Down>>);
 
 impl<Down: Serialize> DownEnd<Down> {
-    pub(crate) fn send(&self, message: Down) -> Result<(), IpcError> {
+    pub fn send(&self, message: Down) -> Result<(), IpcError> {
         self.0.send(ToChild::Message(message))
     }
 }
 
 /// Where the supervisor reads.
-pub(crate) struct UpEnd<Up>(IpcReceiver<FromChild<Up>>);
+pub struct UpEnd<Up>(IpcReceiver<FromChild<Up>>);
 
 impl<Up: Serialize + DeserializeOwned> UpEnd<Up> {
-    pub(crate) fn try_recv_timeout(&self, patience: Duration) -> Result<Up, TryRecvError> {
+    pub fn try_recv_timeout(&self, patience: Duration) -> Result<Up, TryRecvError> {
         match self.0.try_recv_timeout(patience)? {
             FromChild::Message(message) => Ok(message),
             FromChild::Held => panic!("nobody asked it to hold its messages back"),
@@ -72,16 +72,16 @@ impl<Up: Serialize + DeserializeOwned> UpEnd<Up> {
 }
 
 /// A role as a process of its own, and the supervisor's ends of its channels.
-pub(crate) struct Spawned<Down, Up> {
-    pub(crate) process: Child,
-    pub(crate) down: DownEnd<Down>,
-    pub(crate) up: UpEnd<Up>,
-    pub(crate) descriptors: DescriptorSocket,
+pub struct Spawned<Down, Up> {
+    pub process: Child,
+    pub down: DownEnd<Down>,
+    pub up: UpEnd<Up>,
+    pub descriptors: DescriptorSocket,
 }
 
 /// Starts the ignored test `child` of this test executable as `role`, the way the supervisor starts
 /// it.
-pub(crate) fn spawn<Down, Up>(role: Role, generation: Generation, child: &str) -> Spawned<Down, Up>
+pub fn spawn<Down, Up>(role: Role, generation: Generation, child: &str) -> Spawned<Down, Up>
 where
     Down: Serialize + DeserializeOwned + Send + 'static,
     Up: Serialize + DeserializeOwned + Send + 'static,
@@ -115,7 +115,7 @@ where
 }
 
 /// The body of the ignored test: this process is the child.
-pub(crate) fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
+pub fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
     let Ok(fd) = std::env::var(FD_VARIABLE) else {
         // All tests were asked for, also those that are ignored.
         return;
@@ -128,7 +128,7 @@ pub(crate) fn as_child(role: Role, run: fn(Bootstrap) -> ExitReason) {
 }
 
 /// Waits until a process has ended.
-pub(crate) fn wait(process: &mut Child) -> ExitStatus {
+pub fn wait(process: &mut Child) -> ExitStatus {
     let until = Instant::now() + DEADLINE;
     loop {
         if let Some(status) = process.try_wait().unwrap() {

@@ -4,7 +4,7 @@ use super::*;
 
 impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     /// Norms each head of the queries. What was normed stays in `attended`.
-    pub(in crate::block) fn norm_queries(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
+    pub(crate) fn norm_queries(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
         let Some([scale, _]) = &self.weights.head_norms else {
             return Ok(());
         };
@@ -13,7 +13,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     }
 
     /// Norms each head of the keys. What was normed stays in `normed_k`.
-    pub(in crate::block) fn norm_keys(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
+    pub(crate) fn norm_keys(&mut self, heads: &mut Heads<B>) -> Result<(), OpError> {
         let Some([_, scale]) = &self.weights.head_norms else {
             return Ok(());
         };
@@ -40,18 +40,14 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
     }
 
     /// The norm before the MLP; without one, `out` stays what attention was fed.
-    pub(in crate::block) fn mlp_norm(
-        &mut self,
-        x: &B::Floats,
-        out: &mut B::Floats,
-    ) -> Result<(), OpError> {
+    pub(crate) fn mlp_norm(&mut self, x: &B::Floats, out: &mut B::Floats) -> Result<(), OpError> {
         match &self.weights.mlp_norm {
             Some(weights) => self.norm(x, weights, out),
             None => Ok(()),
         }
     }
 
-    pub(in crate::block) fn norm(
+    pub(crate) fn norm(
         &mut self,
         x: &B::Floats,
         weights: &NormWeights<B>,
@@ -69,7 +65,7 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
 
     /// Adds `y` to `x`, and norms the sum for the MLP, if there is a norm; without one, `out`
     /// stays.
-    pub(in crate::block) fn add_mlp_norm(
+    pub(crate) fn add_mlp_norm(
         &mut self,
         x: &mut B::Floats,
         y: &B::Floats,

@@ -1,3 +1,0 @@
-//! Weights: how a worker maps what the manifest names ([`map`]).
-
-pub mod map;
