@@ -1,6 +1,6 @@
 //! `sepal plan`: what `sepal serve` would do with the same settings, before anything is fetched or
 //! loaded. The decision is that of `serve`: [`Memory::served`] and [`Memory::placements`] over a
-//! [`Survey`](model::survey::Survey), and the throughput is what netd announces
+//! [`Survey`](shared::survey::Survey), and the throughput is what netd announces
 //! ([`shared::throughput`]). Only what is printed is decided here.
 //!
 //! The survey is taken in this process by a function of package `prepare` that the caller gives:

@@ -26,7 +26,7 @@ pub struct Caller {
 pub struct Job {
     pub caller: Caller,
     /// What is asked for, over all blocks of the request. Its slots are [`NO_SLOT`] until some are
-    /// reserved; those of a part are in its own body, [`Job::part`].
+    /// reserved; those of a part are in its own body.
     pub body: JobBody,
     /// The right to its pages. It moves to [`Holds`] with the slots.
     pub lease: Option<Arc<Lease>>,
