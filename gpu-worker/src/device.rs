@@ -20,6 +20,8 @@ mod unit;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blocks::Workspace;
+use blocks::kv::KvShape;
 use kernels::cuda::arena::MoveError;
 use kernels::ops::OpError;
 use kernels::{Backend, DType, PageLayout, StepRow};
@@ -38,8 +40,6 @@ pub use unit::{PassUnit, StepUnit};
 
 use crate::job::JobPlan;
 use crate::schedule::UnitTimes;
-use blocks::Workspace;
-use blocks::kv::KvShape;
 
 /// Why a tensor did not get from the arena to the device or back.
 #[derive(Debug, thiserror::Error)]

@@ -15,6 +15,9 @@ pub use job::{Begun, Job};
 
 use std::sync::Arc;
 
+use blocks::kv::{KvShape, page_layout};
+use blocks::map::MappedWeights;
+use blocks::{BlockInput, BlockWeights, WeightsError, Workspace, forward};
 use kernels::StepRow;
 use kernels::ops::OpError;
 use model::BlockSpec;
@@ -28,9 +31,6 @@ use shared::shm::arena::ArenaMap;
 use shared::shm::kv::KvMap;
 
 use crate::device::{DeviceBackend, PassRunner, StepRunner, UnitLimits};
-use blocks::kv::{KvShape, page_layout};
-use blocks::map::MappedWeights;
-use blocks::{BlockInput, BlockWeights, WeightsError, Workspace, forward};
 
 /// Pieces of a unit of [`forward_tokens`], and the fewest tokens of one: so many that units come
 /// close to the time they may take, and no more, as a processor computes few tokens at a time for

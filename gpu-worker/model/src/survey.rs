@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use shared::block::Span;
 use shared::config::{Device, PrepareConfig, QuantType, SpanChoice, WorkerConfig};
 use shared::exit::ExitReason;
-use shared::survey::Capacity;
-use shared::survey::Survey;
+use shared::survey::{Capacity, Survey};
 
 /// What is to be surveyed.
 #[derive(Clone, Copy, Debug)]

@@ -11,8 +11,7 @@ use model::survey::{BlockSource, FormatSurvey, ModelSurvey, Source, SurveyFailur
 use shared::block::{BlockIndex, Span};
 use shared::config::{Device, SpanChoice, WorkerConfig};
 use shared::model::RankShare;
-use shared::survey::DeviceMemory;
-use shared::survey::{Speeds, Survey};
+use shared::survey::{DeviceMemory, Speeds, Survey};
 use tracing::{info, warn};
 
 use crate::devices::{self, device_memory};

@@ -18,10 +18,10 @@ use shared::dtype::DType;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, PageId};
 use tempfile::TempDir;
-
-use super::*;
 use testkit::models::*;
 use testkit::process::{DEADLINE, Seat, Spawned, as_child, spawn, wait};
+
+use super::*;
 
 mod format;
 mod process;

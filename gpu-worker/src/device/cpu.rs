@@ -5,6 +5,7 @@ mod passes;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blocks::kv::{KvPool, KvShape};
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, DType, KvPages, PageLayout, StepRow};
 use model::BlockSpec;
@@ -16,7 +17,6 @@ pub use passes::{HostMemory, HostPasses};
 
 use super::{DeviceBackend, DirectSteps, HiddenStates, NOT_THERE, TransferError, UnitLimits};
 use crate::schedule::UnitTimes;
-use blocks::kv::{KvPool, KvShape};
 
 /// The kv segment, where it is mapped.
 #[derive(Debug)]

@@ -7,6 +7,7 @@ mod states;
 
 use std::sync::Arc;
 
+use blocks::kv::KvShape;
 use kernels::cuda::{self, Cuda, Gpu};
 use kernels::ops::OpError;
 use kernels::{PageLayout, StepRow};
@@ -23,7 +24,6 @@ pub use states::CudaStates;
 
 use super::{DeviceBackend, NOT_THERE, UnitLimits};
 use crate::schedule::UnitTimes;
-use blocks::kv::KvShape;
 
 /// An arena, and its part that the device reaches.
 #[derive(Debug)]

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
+use blocks::{BlockInput, Workspace, forward};
 use kernels::ops::OpError;
 
 use super::{DeviceBackend, HiddenStates, NOT_THERE, StepRunner, StepUnit};
-use blocks::{BlockInput, Workspace, forward};
 
 /// Runs steps block by block.
 pub struct DirectSteps<B: DeviceBackend> {

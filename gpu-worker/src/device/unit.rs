@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
+use blocks::{BlockInput, BlockWeights, PromptPart};
 use kernels::{DType, PageLayout, StepRow};
 use model::BlockSpec;
 
 use super::DeviceBackend;
 use crate::job::JobPlan;
-use blocks::{BlockInput, BlockWeights, PromptPart};
 
 /// Steps of one or several jobs through consecutive blocks.
 pub struct StepUnit<'a, 'w, B: DeviceBackend> {

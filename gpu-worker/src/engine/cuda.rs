@@ -1,6 +1,7 @@
 //! What only a device with memory of its own needs before it serves: memory for the largest units,
 //! and recorded steps.
 
+use blocks::BlockWeights;
 use kernels::StepRow;
 use kernels::cuda::scratch::scratch_bytes;
 use kernels::cuda::{Cuda, Gpu};
@@ -10,7 +11,6 @@ use shared::model::PAGE_TOKENS;
 
 use super::{Engine, EngineError};
 use crate::device::StepUnit;
-use blocks::BlockWeights;
 
 /// Rows of a decode step and pages of each that a rehearsal computes.
 const REHEARSED_ROWS: usize = 32;

@@ -8,12 +8,12 @@ use kernels::cuda::emu::Emu;
 use model::sizing::resident_bytes;
 use shared::ids::PageId;
 use shared::shm::segment::MemfdSegment;
+use testkit::models::llama_config;
+use testkit::wide_models::{mixture_config, mixture_tensors};
 
 use super::*;
 use crate::harness::planned_work;
 use crate::harness::*;
-use testkit::models::llama_config;
-use testkit::wide_models::{mixture_config, mixture_tensors};
 
 #[test]
 fn steps_after_the_rehearsal_take_no_memory_and_all_of_it_was_planned() {

@@ -1,18 +1,18 @@
 //! Blocks with a mixture of experts and adapters beside all matrices: the kernels, on the emulator,
 //! against the processor.
 
+use blocks::kv::page_layout;
+use blocks::{GradientWork, SavedActivations, Sums, backward};
 use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
 use kernels::ops::convert;
 use kernels::{Cpu, QuantType, StepRow};
 use shared::block::BlockIndex;
 use shared::ids::PageId;
+use testkit::wide_models::{mixture_config, mixture_tensors};
 
 use super::*;
 use crate::harness::{BLOCKS, Model, span};
-use blocks::kv::page_layout;
-use blocks::{GradientWork, SavedActivations, Sums, backward};
-use testkit::wide_models::{mixture_config, mixture_tensors};
 
 /// Tokens of the rows of a batch, and the adapter of each: over tiles of 8 and of 32 rows, alone,
 /// and none.

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use blocks::map::MappedWeights;
 use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Taken};
 use shared::block::BlockIndex;
@@ -19,7 +20,6 @@ use crate::harness::planned_work;
 use crate::harness::{BLOCKS, KV_PAGES, Model, span};
 use crate::job::JobPlan;
 use crate::schedule::{Schedule, UnitTimes};
-use blocks::map::MappedWeights;
 
 const BATCH: u32 = 2;
 /// Over several pages, not ending with one.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blocks::map::MappedWeights;
 use kernels::cuda::Cuda;
 use kernels::cuda::emu::Emu;
 use model::BlockSpec;
@@ -16,14 +17,13 @@ use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
+use testkit::models::{bytes, values, word};
+use testkit::wide_models::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
 use super::{Engine, EngineShape, Job};
 use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
 use crate::job::JobPlan;
 use crate::schedule::{Schedule, UnitTimes};
-use blocks::map::MappedWeights;
-use testkit::models::{bytes, values, word};
-use testkit::wide_models::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
 pub(super) const HIDDEN: usize = 128;
 pub(super) const SLOT: u64 = 1 << 16;

@@ -1,6 +1,7 @@
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
 
+use blocks::map::MappedWeights;
 use kernels::Cpu;
 use shared::block::BlockIndex;
 use shared::control::Role;
@@ -13,7 +14,6 @@ use shared::shm::segment::MemfdSegment;
 use super::*;
 use crate::engine::EngineShape;
 use crate::harness::*;
-use blocks::map::MappedWeights;
 
 mod adapters;
 mod bits;

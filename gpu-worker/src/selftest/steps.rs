@@ -3,6 +3,8 @@
 
 use std::io::Write;
 
+use blocks::kv::page_layout;
+use blocks::{BlockInput, BlockWeights, Workspace, forward};
 use kernels::cases::{Row, Shapes, Work};
 use kernels::{DType, QuantType, StepRow, WeightView, quant};
 use model::{BlockSpec, Mlp, TensorSpec};
@@ -14,8 +16,6 @@ use shared::model::PAGE_TOKENS;
 use super::Ended;
 use super::measure::Table;
 use crate::device::DeviceBackend;
-use blocks::kv::page_layout;
-use blocks::{BlockInput, BlockWeights, Workspace, forward};
 
 /// Type in which the block computes.
 const DTYPE: DType = DType::Bf16;

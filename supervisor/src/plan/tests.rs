@@ -5,8 +5,7 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::model::ModelFacts;
 use shared::network::RateSource;
-use shared::survey::DeviceMemory;
-use shared::survey::{Speeds, Survey};
+use shared::survey::{DeviceMemory, Speeds, Survey};
 
 use super::*;
 use crate::cli::{Command, parse};

@@ -2,8 +2,7 @@
 
 use std::time::Instant;
 
-use shared::survey::{Capacity, DeviceMemory};
-use shared::survey::{Speeds, Survey};
+use shared::survey::{Capacity, DeviceMemory, Speeds, Survey};
 
 use super::*;
 

@@ -2,8 +2,7 @@ use shared::config::{Device, RestartConfig, SpanChoice};
 use shared::control::DeathCause;
 use shared::dtype::DType;
 use shared::ids::{GroupId, Rank, WorldSize};
-use shared::survey::{Capacity, DeviceMemory};
-use shared::survey::{Speeds, Survey};
+use shared::survey::{Capacity, DeviceMemory, Speeds, Survey};
 
 use std::time::Duration;
 

@@ -26,8 +26,7 @@ use shared::shm::group::{GroupMap, GroupShape, Member, WaitPolicy};
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
-use shared::survey::Capacity;
-use shared::survey::Survey;
+use shared::survey::{Capacity, Survey};
 use tracing::info;
 
 /// A log filter by which a child knows that it shall never connect: the only thing that it knows before

@@ -7,12 +7,12 @@ use shared::block::Span;
 use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
-
-use super::*;
-use crate::Inspected;
 use testkit::models::{
     Tensors, bytes, llama_config, llama_tensors, safetensors, values, word, write_model,
 };
+
+use super::*;
+use crate::Inspected;
 
 const RANK: usize = 4;
 

@@ -6,11 +6,11 @@ use shared::block::Span;
 use shared::config::{HubConfig, PrepareConfig, PruneConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
+use testkit::hub::{COMMIT, StandIn};
+use testkit::models::*;
 
 use super::*;
 use crate::Inspected;
-use testkit::hub::{COMMIT, StandIn};
-use testkit::models::*;
 
 /// A cache with blocks 0 and 1 of a model of the Hub, both quantized too.
 struct Filled {

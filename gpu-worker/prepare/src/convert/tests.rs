@@ -3,10 +3,10 @@ use model::manifest::Manifest;
 use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
+use testkit::models::*;
 
 use super::*;
 use crate::staging::MARKER;
-use testkit::models::*;
 
 struct Site {
     root: TempDir,

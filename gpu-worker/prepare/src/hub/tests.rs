@@ -9,11 +9,11 @@ use shared::config::{HubConfig, QuantType, Secret};
 use shared::dtype::DType;
 use shared::exit::ExitReason;
 use tempfile::TempDir;
+use testkit::hub::{COMMIT, Got, StandIn};
+use testkit::models::*;
 
 use super::*;
 use crate::Inspected;
-use testkit::hub::{COMMIT, Got, StandIn};
-use testkit::models::*;
 
 const QUICK: Pauses = Pauses {
     first: Duration::from_millis(1),

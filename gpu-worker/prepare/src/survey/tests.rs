@@ -4,10 +4,10 @@ use model::manifest::Manifest;
 use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
-
-use super::*;
 use testkit::hub::StandIn;
 use testkit::models::*;
+
+use super::*;
 
 const ALL: [QuantType; 3] = [QuantType::None, QuantType::Int8, QuantType::Nf4];
 

@@ -1,6 +1,10 @@
 //! Jobs without cache on the processor: all memory of a job is the host's, units work on it in
 //! place, and the forward pass saves activations for the gradient as far as their memory goes.
 
+use blocks::{
+    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
+    forward_saving, keys, levels,
+};
 use kernels::ops::{OpError, convert};
 use kernels::{Backend, Cpu, DType, KvPages, PageLayout};
 use model::BlockSpec;
@@ -10,10 +14,6 @@ use super::HostArena;
 use crate::device::host::{read, write};
 use crate::device::{HostGradients, NOT_THERE, PassRunner, PassUnit, TransferError};
 use crate::job::JobPlan;
-use blocks::{
-    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
-    forward_saving, keys, levels,
-};
 
 /// Runs jobs without cache.
 pub struct HostPasses {

@@ -2,6 +2,7 @@
 //! of device memory as far as it fits ([`Resident`]); the rest is on the host, and each unit copies
 //! its part to the device and back.
 
+use blocks::{GradientWork, SavedActivations, Sums, Workspace, backward, forward, keys};
 use kernels::cuda::{self, Buffer, Cuda, Floats, Gpu, Memory};
 use kernels::ops::{OpError, convert};
 use kernels::{Backend, DType, PageLayout};
@@ -15,7 +16,6 @@ use super::{CudaArena, CudaStates, NOT_THERE};
 use crate::device::host::{read, write};
 use crate::device::{HiddenStates, HostGradients, PassRunner, PassUnit, TransferError};
 use crate::job::JobPlan;
-use blocks::{GradientWork, SavedActivations, Sums, Workspace, backward, forward, keys};
 
 /// Runs jobs without cache.
 pub struct CudaPasses<G: Gpu> {

@@ -17,6 +17,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use blocks::kv::KvShape;
+use blocks::{
+    BlockInput, BlockWeights, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
+};
 use kernels::Backend;
 use kernels::StepRow;
 use kernels::cuda::{Buffer, Cuda, Gpu, Pages, Recorded};
@@ -30,10 +34,6 @@ use tracing::{debug, info, warn};
 use super::NOT_THERE;
 use crate::device::direct::{gather, scatter};
 use crate::device::{DeviceBackend, DirectSteps, StepRunner, StepUnit};
-use blocks::kv::KvShape;
-use blocks::{
-    BlockInput, BlockWeights, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
-};
 
 /// Memory of a device that recordings leave to others. They are planned for
 /// ([`model::sizing::graph_block_bytes`]), but what they take is the driver's choice: a

@@ -4,9 +4,9 @@
 use serde_json::json;
 use shared::config::QuantType;
 use shared::model::PAGE_TOKENS;
+use testkit::models::llama_config;
 
 use super::*;
-use testkit::models::llama_config;
 
 const ROWS: usize = 32;
 

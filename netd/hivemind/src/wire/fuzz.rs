@@ -6,6 +6,7 @@ use fuzzing::{Target, outcome};
 use prost::Message;
 use serde_json::Value as Json;
 use shared::dtype::DType;
+use testkit::golden;
 
 use super::fields::has_at_most;
 use super::messages::*;
@@ -20,7 +21,6 @@ use super::stream_parts::{PartAssembler, PartLimits};
 use super::tensor::{ShapeLimits, WireTensor};
 use super::uid::parse_chain;
 use crate::names;
-use testkit::golden;
 
 /// Fields of a request, as netd counts them before it decodes.
 const MAX_FIELDS: usize = 64;

@@ -12,9 +12,9 @@ use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::Span;
 use shared::job::WorkKind;
+use testkit::golden;
 
 use super::rig::*;
-use testkit::golden;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_remembers_its_tokens_and_gives_its_memory_back() {
