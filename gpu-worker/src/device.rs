@@ -38,7 +38,7 @@ pub use host::HostGradients;
 pub(crate) use host::read;
 pub use unit::{PassUnit, StepUnit};
 
-use crate::job::JobPlan;
+use crate::job::Job;
 use crate::schedule::UnitTimes;
 
 /// Why a tensor did not get from the arena to the device or back.
@@ -233,7 +233,7 @@ pub trait PassRunner<B: DeviceBackend>: Sized {
         arena: &mut B::Arena,
         spec: &BlockSpec,
         layout: PageLayout,
-        plan: &JobPlan,
+        job: &Job,
     ) -> Result<Self::Memory, TransferError>;
 
     /// Sends some tokens through a block. `work` is memory for intermediate results.

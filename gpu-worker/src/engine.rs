@@ -11,13 +11,13 @@ mod resident_tests;
 mod tests;
 mod units;
 
-pub use job::{Begun, Job};
+pub use job::Begun;
 
 use std::sync::Arc;
 
 use blocks::kv::{KvShape, page_layout};
 use blocks::map::MappedWeights;
-use blocks::{BlockInput, BlockWeights, WeightsError, Workspace, forward};
+use blocks::{BlockWeights, WeightsError, Workspace, forward};
 use kernels::StepRow;
 use kernels::ops::OpError;
 use model::BlockSpec;
@@ -236,8 +236,7 @@ impl<'w, B: DeviceBackend> Engine<'w, B> {
         backend.grow(states, hidden.len());
         backend.upload(hidden, states)?;
         let mut pages = backend.pages_in(memory, layout, page_count * layout.page_bytes())?;
-        let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
-        forward(backend, self.spec, weights, &mut self.work, input, states, &mut pages)?;
+        forward(backend, self.spec, weights, &mut self.work, rows, states, &mut pages)?;
         Ok(backend.download(states, hidden)?)
     }
 

@@ -72,9 +72,9 @@ use shared::shm::ring::Armed;
 use tracing::{debug, info};
 
 use crate::device::{DeviceBackend, UnitLimits};
-use crate::engine::{Engine, Job};
+use crate::engine::Engine;
 use crate::fault::Faults;
-use crate::job::JobPlan;
+use crate::job::Job;
 use crate::link::Link;
 use crate::schedule::{JobKey, Schedule, Unit};
 
@@ -265,7 +265,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             self.taken += 1;
             match self.accept(link, &entry, number) {
                 Ok(job) => {
-                    let key = self.schedule.accept(job.plan.walk());
+                    let key = self.schedule.accept(job.walk());
                     self.execution.jobs.insert(key, job);
                     self.execution.faults.at(number, FaultPoint::Taken);
                 }
@@ -280,7 +280,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Checks an entry of the ring, whose bytes may be anything, and copies its body out of the
     /// arena.
-    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Job<B>, JobError> {
+    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Job, JobError> {
         let descriptor = JobDescriptor::decode(entry)?;
         let stale = |got: u32, want: u32| JobError::Stale { got: got.into(), want: want.into() };
         let (worker, netd) = (descriptor.worker_generation, descriptor.netd_generation);
@@ -300,8 +300,10 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         if body.kind != descriptor.kind {
             return Err(JobError::BadBody { at: 0 });
         }
-        let plan = JobPlan::new(body, self.execution.engine.piece_tokens(descriptor.kind));
-        Ok(Job::new(number, descriptor.id, descriptor.submitted_ns, plan))
+        let piece_tokens = self.execution.engine.piece_tokens(descriptor.kind);
+        let mut job = Job::new(descriptor.id, body, piece_tokens);
+        (job.number, job.submitted_ns) = (number, descriptor.submitted_ns);
+        Ok(job)
     }
 
     /// The unit to run now, if there is one. After the time of a drain all jobs are refused instead.
@@ -337,18 +339,18 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
         let Some(job) = self.execution.jobs.get(&key) else {
             return Ok(false);
         };
-        if job.begun.is_some() {
+        if self.execution.begun.contains_key(&key) {
             return Ok(true);
         }
         let id = job.id;
-        self.publisher.begin(key, job.number, id, &job.plan.body)?;
+        self.publisher.begin(key, job.number, id, &job.body)?;
         let Some(error) = self.execution.begin(key)? else {
             return Ok(true);
         };
         self.publisher.remove(key)?;
         self.answers.refuse(link, id, error, self.publisher.until_now());
         self.schedule.remove(key);
-        self.execution.jobs.remove(&key);
+        self.execution.forget(key);
         Ok(false)
     }
 

@@ -1,10 +1,10 @@
-//! The plan of a job that was accepted: its checked body, how its rows are cut, and which rows,
-//! values and pages a unit of it has. Arithmetic only; the memory of a job is the engine's.
+//! A job that was accepted: its checked body, how its rows are cut, and which rows, values and pages
+//! a unit of it has. Arithmetic only; the memory of a job that has begun is the engine's.
 
 use std::ops::Range;
 
 use kernels::StepRow;
-use shared::ids::PageId;
+use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, SlotRef, WorkKind};
 use shared::model::PAGE_TOKENS;
 
@@ -19,9 +19,14 @@ pub struct Piece {
     pub tokens: usize,
 }
 
-/// What a job asks for, and how its rows are cut: all that is known of a job before it runs.
+/// A job between its acceptance and its answer: what it asks for, and how its rows are cut.
 #[derive(Debug)]
-pub struct JobPlan {
+pub struct Job {
+    /// Number of the job in the life of this worker, for injected faults.
+    pub number: u64,
+    pub id: JobId,
+    /// When netd submitted it, CLOCK_MONOTONIC.
+    pub submitted_ns: u64,
     /// What the job asks for; checked.
     pub body: JobBody,
     pieces: Vec<Piece>,
@@ -29,15 +34,16 @@ pub struct JobPlan {
     scratch_tables: Vec<Vec<PageId>>,
 }
 
-impl JobPlan {
-    /// The job `body`, cut into pieces of at most `piece_tokens` tokens.
-    pub fn new(body: JobBody, piece_tokens: usize) -> JobPlan {
+impl Job {
+    /// The job `body`, cut into pieces of at most `piece_tokens` tokens; the first of a worker until
+    /// its number says another, submitted when the clock began.
+    pub fn new(id: JobId, body: JobBody, piece_tokens: usize) -> Job {
         let pieces = cut(&body, piece_tokens);
         let scratch_tables = match body.kind {
             WorkKind::Decode | WorkKind::Prefill => Vec::new(),
             WorkKind::Forward | WorkKind::Backward => scratch_tables(&body),
         };
-        JobPlan { body, pieces, scratch_tables }
+        Job { number: 0, id, submitted_ns: 0, body, pieces, scratch_tables }
     }
 
     /// The job at its first block.
@@ -103,15 +109,6 @@ impl JobPlan {
         rows
     }
 
-    /// For each of the rows that [`rows`](Self::rows) gives, its positions when the job is done.
-    pub fn row_lengths(&self, pieces: Range<usize>) -> Vec<usize> {
-        let pieces = self.pieces.get(pieces).unwrap_or_default();
-        let mut rows: Vec<usize> = pieces.iter().map(|piece| piece.row).collect();
-        rows.dedup();
-        let tokens = self.body.tokens as usize;
-        rows.into_iter().map(|row| self.prefix(row) + tokens).collect()
-    }
-
     /// Tokens of all rows.
     pub fn token_count(&self) -> usize {
         self.body.total_tokens() as usize
@@ -172,6 +169,8 @@ impl JobPlan {
                     tokens: piece.tokens,
                     prefix: self.prefix(piece.row) + piece.start,
                     pages: tables.get(piece.row).map_or(&[], Vec::as_slice),
+                    adapter: self.body.adapter,
+                    length: self.prefix(piece.row) + self.body.tokens as usize,
                 }),
             }
             last = Some(piece.row);
@@ -303,16 +302,16 @@ mod tests {
 
     #[test]
     fn pieces_of_one_row_join_and_cover_their_values() {
-        let job = JobPlan::new(body(WorkKind::Prefill, &[5, 64], 100), 64);
+        let job = Job::new(JobId(1), body(WorkKind::Prefill, &[5, 64], 100), 64);
         let rows: Vec<_> = job.rows(1..4).iter().map(|r| (r.prefix, r.tokens)).collect();
         assert_eq!(rows, [(64, 41), (64, 100)]);
-        assert_eq!(job.row_lengths(1..4), [105, 164]);
+        assert_eq!(job.rows(1..4).iter().map(|r| r.length).collect::<Vec<_>>(), [105, 164]);
         assert_eq!(job.values(1..4), 59 * 4..200 * 4);
     }
 
     #[test]
     fn gradients_go_through_the_blocks_and_pieces_there_and_back() {
-        let job = JobPlan::new(body(WorkKind::Backward, &[0, 0], 100), 64);
+        let job = Job::new(JobId(1), body(WorkKind::Backward, &[0, 0], 100), 64);
         assert_eq!(job.walk().blocks, [0, 1, 1, 0]);
         assert_eq!(job.piece_count(), 4);
         assert_eq!(job.backward_at(1, 0..4), None);
@@ -329,7 +328,7 @@ mod tests {
     fn prompts_fall_on_the_first_tokens_of_their_row() {
         let mut body = body(WorkKind::Prefill, &[0, 0], 100);
         body.prompts = Some(Prompts { slot: SlotRef { offset: 0, len: 0 }, batch: 2, tokens: 70 });
-        let job = JobPlan::new(body, 64);
+        let job = Job::new(JobId(1), body, 64);
         let parts = job.prompt_parts(1, 0..4);
         let at = |tokens: Range<usize>| tokens.start * 4..tokens.end * 4;
         let expected = [

@@ -35,7 +35,7 @@ pub fn measure<B: DeviceBackend>(
     let unit = engine.forward_tokens();
     let mut pass = |engine: &mut Engine<'_, B>, prefix: usize, tokens: usize| {
         let mut hidden = noise(tokens * engine.hidden_size());
-        let rows = [StepRow { tokens, prefix, pages: &pages }];
+        let rows = [StepRow::new(tokens, prefix, &pages)];
         let start = Instant::now();
         engine.trial(&rows, &mut hidden, pages.len())?;
         let elapsed = start.elapsed();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use blocks::kv::page_layout;
 use blocks::map::MappedWeights;
-use blocks::{BlockInput, BlockWeights, Workspace, forward};
+use blocks::{BlockWeights, Workspace, forward};
 use kernels::{Cpu, KvPages, StepRow};
 use prepare::Inspected;
 use safetensors::tensor::{Dtype, TensorView};
@@ -110,10 +110,9 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
         let mut pool = vec![0; layout.page_bytes()];
         let mut hidden = vec![0.5; HIDDEN];
         for block in &blocks {
-            let rows = [StepRow { tokens: 1, prefix: 0, pages: &[PageId(0)] }];
-            let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
+            let rows = [StepRow::new(1, 0, &[PageId(0)])];
             let mut pages = KvPages::new(layout, &mut pool);
-            forward(&mut cpu, &spec, block, &mut work, input, &mut hidden, &mut pages).unwrap();
+            forward(&mut cpu, &spec, block, &mut work, &rows, &mut hidden, &mut pages).unwrap();
         }
         let computed = private_bytes().saturating_sub(before);
         let stored = weights.bytes();

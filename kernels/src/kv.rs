@@ -52,9 +52,18 @@ pub struct StepRow<'a> {
     pub prefix: usize,
     /// Page table: ids of the pages of positions 0..16, 16..32, ...; may be longer than needed.
     pub pages: &'a [PageId],
+    /// The adapter that its tokens go through, by its index among those of a block.
+    pub adapter: Option<u32>,
+    /// Positions of the row when its job is done, for encodings that depend on it.
+    pub length: usize,
 }
 
-impl StepRow<'_> {
+impl<'a> StepRow<'a> {
+    /// A row without an adapter, whose job is done with these tokens.
+    pub const fn new(tokens: usize, prefix: usize, pages: &'a [PageId]) -> StepRow<'a> {
+        StepRow { tokens, prefix, pages, adapter: None, length: prefix.saturating_add(tokens) }
+    }
+
     /// Page and slot of `position`. `check_rows` has made sure that the page exists.
     pub(crate) fn locate(&self, position: usize) -> (usize, usize) {
         (self.pages[position / PAGE_TOKENS].0 as usize, position % PAGE_TOKENS)
@@ -214,7 +223,7 @@ mod tests {
             Err(OpError::NoSuchPage { page: PageId(9), pages: 2 })
         );
         assert!(pages.copy(PageId(0), PageId(1), 17).is_err());
-        let row = |tokens, prefix, pages| StepRow { tokens, prefix, pages };
+        let row = |tokens, prefix, pages| StepRow::new(tokens, prefix, pages);
         assert!(check_rows(2, &[row(1, 15, &[PageId(1)])]).is_ok());
         assert!(check_rows(2, &[row(2, 15, &[PageId(1)])]).is_err());
         assert!(check_rows(2, &[row(2, 15, &[PageId(1), PageId(2)])]).is_err());

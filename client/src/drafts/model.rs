@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blocks::kv::page_layout;
-use blocks::{BlockInput, BlockWeights, Workspace, forward};
+use blocks::{BlockWeights, Workspace, forward};
 use kernels::ops::{OpError, convert};
 use kernels::{Cpu, KvPages, PAGE_TOKENS, PageLayout, StepRow};
 use model::BlockSpec;
@@ -316,12 +316,11 @@ impl Guesser<'_> {
         hidden: &mut [f32],
         layout: PageLayout,
     ) -> Result<(), OpError> {
-        let rows = [StepRow { tokens, prefix: cache.tokens.len(), pages: &cache.table }];
-        let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
+        let rows = [StepRow::new(tokens, cache.tokens.len(), &cache.table)];
         for (block, pages) in self.blocks.iter().zip(&mut cache.blocks) {
             let mut pages = KvPages::new(layout, pages);
             let (cpu, work) = (&mut self.cpu, &mut self.work);
-            forward(cpu, &self.spec, block, work, input, hidden, &mut pages)?;
+            forward(cpu, &self.spec, block, work, &rows, hidden, &mut pages)?;
         }
         Ok(())
     }

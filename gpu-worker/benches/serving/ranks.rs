@@ -124,7 +124,7 @@ fn on_rows<R>(kind: usize, work: impl FnOnce(&[StepRow<'_>]) -> R) -> R {
     let sessions = if kind == 0 { 1 } else { SESSIONS };
     let tables: Vec<_> = (0..sessions).map(table).collect();
     if kind == 2 {
-        return work(&[StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }]);
+        return work(&[StepRow::new(TOKENS, 0, &tables[0])]);
     }
     let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
     work(&rows)

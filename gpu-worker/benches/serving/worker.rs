@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blocks::kv::page_layout;
-use blocks::{
-    BlockInput, BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward,
-};
+use blocks::{BlockWeights, GradientWork, SavedActivations, Sums, Workspace, backward, forward};
 use gpu_worker::schedule::{JobKey, Schedule, Unit, Walk};
 use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;
@@ -63,9 +61,8 @@ impl<'w> Worker<'w> {
 
     pub fn forward(&mut self, block: usize, rows: &[StepRow<'_>], hidden: &mut [f32]) {
         let mut pages = KvPages::new(page_layout(self.spec, self.dtype), &mut self.pages[block]);
-        let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
         let (cpu, weights) = (&mut self.cpu, &self.blocks[block]);
-        forward(cpu, self.spec, weights, &mut self.work, input, hidden, &mut pages)
+        forward(cpu, self.spec, weights, &mut self.work, rows, hidden, &mut pages)
             .expect("rows fit");
     }
 
@@ -113,7 +110,7 @@ impl<'w> Worker<'w> {
     pub fn products(&mut self, quant: QuantType) {
         let tables: Vec<_> = (0..16).map(table).collect();
         let rows: Vec<_> = tables.iter().map(|pages| decode(pages)).collect();
-        let prefill = [StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }];
+        let prefill = [StepRow::new(TOKENS, 0, &tables[0])];
         let [one, many, prefill] = [&rows[..1], &rows, &prefill]
             .map(|rows| self.least(rows, Duration::from_millis(700), |_| ()));
         println!(
@@ -262,8 +259,7 @@ impl<'w> Worker<'w> {
             true => TOKENS / piece - member.pieces.end,
             false => member.pieces.start,
         };
-        let rows =
-            [StepRow { tokens: member.pieces.len() * piece, prefix: first * piece, pages: &own }];
+        let rows = [StepRow::new(member.pieces.len() * piece, first * piece, &own)];
         let mut hidden = vec![0.5; rows[0].tokens * self.spec.hidden];
         if is_back {
             self.back(block, &rows, &mut hidden);
@@ -279,14 +275,14 @@ impl<'w> Worker<'w> {
         let mut values = keys.clone();
         let mut pages = KvPages::new(page_layout(self.spec, self.dtype), &mut self.pages[block]);
         let sums = Sums { keys: &mut keys[..], values: &mut values[..], starts: &[0] };
-        let input = BlockInput { rows, prompts: &[], adapters: &[], lengths: &[] };
         let (cpu, weights, work) = (&mut self.cpu, &self.blocks[block], &mut self.gradients);
         backward(
             cpu,
             self.spec,
             weights,
             work,
-            input,
+            rows,
+            &[],
             &x,
             gradient,
             sums,
@@ -298,7 +294,7 @@ impl<'w> Worker<'w> {
 }
 
 pub fn decode(pages: &[PageId]) -> StepRow<'_> {
-    StepRow { tokens: 1, prefix: PREFIX, pages }
+    StepRow::new(1, PREFIX, pages)
 }
 
 fn walk(kind: WorkKind) -> Walk {

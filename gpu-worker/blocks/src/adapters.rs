@@ -113,16 +113,12 @@ impl<'w, B: Backend> Linear<'w, B> {
     }
 }
 
-/// The adapter of each token of a batch, `adapters` being those of its rows (or nothing, for none);
-/// empty when no token has one.
-pub(super) fn adapted(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> Vec<Option<u32>> {
-    if adapters.iter().all(Option::is_none) {
+/// The adapter of each token of a batch; empty when no token has one.
+pub(super) fn adapted(rows: &[StepRow<'_>]) -> Vec<Option<u32>> {
+    if rows.iter().all(|row| row.adapter.is_none()) {
         return Vec::new();
     }
-    rows.iter()
-        .zip(adapters)
-        .flat_map(|(row, adapter)| std::iter::repeat_n(*adapter, row.tokens))
-        .collect()
+    rows.iter().flat_map(|row| std::iter::repeat_n(row.adapter, row.tokens)).collect()
 }
 
 #[cfg(test)]
@@ -131,11 +127,9 @@ mod tests {
 
     #[test]
     fn tokens_have_the_adapters_of_their_rows() {
-        let row = |tokens| StepRow { tokens, prefix: 7, pages: &[] };
-        let rows = [row(2), row(1), row(3)];
-        let all = adapted(&rows, &[Some(1), None, Some(0)]);
+        let row = |tokens, adapter| StepRow { adapter, ..StepRow::new(tokens, 7, &[]) };
+        let all = adapted(&[row(2, Some(1)), row(1, None), row(3, Some(0))]);
         assert_eq!(all, [Some(1), Some(1), None, Some(0), Some(0), Some(0)]);
-        assert!(adapted(&rows, &[]).is_empty());
-        assert!(adapted(&rows, &[None; 3]).is_empty());
+        assert!(adapted(&[row(2, None), row(1, None)]).is_empty());
     }
 }

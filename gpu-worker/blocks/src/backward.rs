@@ -22,10 +22,12 @@ use kernels::ops::{
     AdaptGrad, Add, AttentionGrad, Gather, GeluGrad, JoinQkv, Known, LinearGrad, MixtureGrad,
     MixtureGradWorkspace, NormGrad, OpError, Rope, SiluMulGrad,
 };
-use kernels::{Backend, DType};
+use kernels::{Backend, DType, StepRow};
 use model::{BlockSpec, Norm, Position, Residual};
 
-use super::forward::{BlockInput, Heads, Middle as Forward, Pass, adapters_of, prepare};
+use super::forward::{
+    Heads, Middle as Forward, Pass, PromptPart, adapters_of, add_prompts, prepare,
+};
 use super::saved::SavedActivations;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
@@ -49,7 +51,7 @@ pub struct Sums<'a, B: Backend> {
     pub starts: &'a [usize],
 }
 
-/// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `input.rows`, by
+/// Replaces `gradient` `[tokens, hidden]`, that of the output of the tokens of `rows`, by
 /// that of their input, which is also that of the deep prompts where there are any. `x` is the
 /// input before prompts, `pages` hold keys and values of the whole rows, as
 /// [`forward`](super::forward) or [`keys`](super::keys) put them there. The `saved`
@@ -63,22 +65,22 @@ pub fn backward<B: Backend>(
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     work: &mut GradientWork<B>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
+    prompts: &[PromptPart<'_>],
     x: &B::Floats,
     gradient: &mut B::Floats,
     sums: Sums<'_, B>,
     saved: SavedActivations<'_, B::Floats>,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    let tokens = total_tokens(input.rows);
+    let tokens = total_tokens(rows);
     work.grow(backend, spec, tokens, weights.largest_rank);
-    let rows = input.rows;
-    prepare(backend, spec, weights.dtype, &mut work.forward, rows, input.lengths, rows)?;
+    prepare(backend, spec, weights.dtype, &mut work.forward, rows, rows)?;
     let GradientWork { forward, x: before, h, fed, branch, aside, heads, middle } = work;
-    let pass = Pass::new(backend, spec, weights, input, &mut forward.rank);
+    let pass = Pass::new(backend, spec, weights, rows, &mut forward.rank);
     let mut back = Backward { pass, sums };
     back.pass.backend.copy(x, before, tokens * spec.hidden)?;
-    back.pass.prompts(input.prompts, before)?;
+    add_prompts(back.pass.backend, prompts, before, weights.dtype)?;
     back.pass.norm(before, &weights.attention_norm, &mut forward.normed)?;
     if saved.queries.is_none() {
         back.queries(&forward.normed, &mut forward.heads)?;

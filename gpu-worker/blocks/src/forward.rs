@@ -39,20 +39,6 @@ use products::{CutProduct, product};
 pub use workspace::Workspace;
 pub(super) use workspace::{Heads, Middle};
 
-/// What goes through a block besides the hidden states.
-#[derive(Clone, Copy, Debug)]
-pub struct BlockInput<'a> {
-    /// The batch; its new tokens lie one after the other in the hidden states.
-    pub rows: &'a [StepRow<'a>],
-    /// Deep prompts of this block.
-    pub prompts: &'a [PromptPart<'a>],
-    /// Adapter of each row, by its index among those of the block; empty when no row has one.
-    pub adapters: &'a [Option<u32>],
-    /// Positions of each row when its job is done, for encodings that depend on it; empty when
-    /// that is with these tokens.
-    pub lengths: &'a [usize],
-}
-
 /// A piece of a deep prompt, added to the hidden states before the block.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptPart<'a> {
@@ -62,8 +48,8 @@ pub struct PromptPart<'a> {
 }
 
 /// Puts the angles of a step into `work`, for [`forward_joined`]: they are the same for all blocks.
-/// `rows` with the lengths of their jobs (as in [`BlockInput`]) are the step. The
-/// operations are launched for `launch_rows`, which differ from `rows` in recorded steps alone.
+/// `rows` are the step. The operations are launched for `launch_rows`, which differ from `rows` in
+/// recorded steps alone.
 ///
 /// # Errors
 /// [`OpError`] when the device fails.
@@ -73,7 +59,6 @@ pub fn prepare<B: Backend>(
     dtype: DType,
     work: &mut Workspace<B>,
     rows: &[StepRow<'_>],
-    lengths: &[usize],
     launch_rows: &[StepRow<'_>],
 ) -> Result<(), OpError> {
     let Position::Rope { inverse_frequencies, theta, scaling } = &spec.position else {
@@ -81,7 +66,7 @@ pub fn prepare<B: Backend>(
     };
     let table = &mut work.heads.table;
     backend.grow(table, total_tokens(launch_rows) * spec.head_dim);
-    match rope::table(scaling, *theta, spec.head_dim, rows, lengths, dtype) {
+    match rope::table(scaling, *theta, spec.head_dim, rows, dtype) {
         Some(own) => backend.upload(&own, table),
         None => backend.rope_table(RopeTable {
             rows: launch_rows,
@@ -92,24 +77,42 @@ pub fn prepare<B: Backend>(
     }
 }
 
-/// Runs the new tokens of `input.rows` through a block. `hidden` `[tokens, hidden]` is replaced by
-/// the block's output; keys and values of the new tokens are written to `pages`, which hold those
-/// of the prefixes.
+/// Adds the deep prompts of a block to the hidden states that go into it next, each sum rounded to
+/// the block dtype.
 ///
 /// # Errors
-/// [`OpError`] when hidden states, prompts or page tables are too short or a page does not exist;
-/// `hidden` and the new slots of `pages` are then unspecified.
+/// [`OpError`] when a part lies outside `hidden`, or the device fails.
+pub fn add_prompts<B: Backend>(
+    backend: &mut B,
+    prompts: &[PromptPart<'_>],
+    hidden: &mut B::Floats,
+    round: DType,
+) -> Result<(), OpError> {
+    prompts.iter().try_for_each(|part| {
+        let (offset, prompt) = (part.offset, part.values);
+        backend.prompt_add(PromptAdd { x: &mut *hidden, offset, prompt, round })
+    })
+}
+
+/// Runs the new tokens of `rows`, which lie one after the other in `hidden` `[tokens, hidden]`,
+/// through a block. `hidden`, to which deep prompts were [added](add_prompts), is replaced by the
+/// block's output; keys and values of the new tokens are written to `pages`, which hold those of the
+/// prefixes.
+///
+/// # Errors
+/// [`OpError`] when hidden states or page tables are too short or a page does not exist; `hidden`
+/// and the new slots of `pages` are then unspecified.
 pub fn forward<B: Backend>(
     backend: &mut B,
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     work: &mut Workspace<B>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
     let saved = SavedActivations::default();
-    forward_saving(backend, spec, weights, work, input, hidden, pages, saved)
+    forward_saving(backend, spec, weights, work, rows, hidden, pages, saved)
 }
 
 /// [`forward`], which saves activations for [`backward`](super::backward).
@@ -122,33 +125,32 @@ pub fn forward_saving<B: Backend>(
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     work: &mut Workspace<B>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
     saved: SavedActivations<'_, B::Floats>,
 ) -> Result<(), OpError> {
-    let mut pass = begin(backend, spec, weights, work, input, hidden)?;
+    let mut pass = begin(backend, spec, weights, work, rows, hidden)?;
     pass.halves(hidden, pages, saved)?;
     pass.pass.add(hidden, pass.branch)
 }
 
-/// A pass whose angles, deep prompts and first norm are made.
+/// A pass whose angles and first norm are made.
 fn begin<'a, 'w, B: Backend>(
     backend: &'a mut B,
     spec: &'a BlockSpec,
     weights: &'a BlockWeights<'w, B>,
     work: &'a mut Workspace<B>,
-    input: BlockInput<'a>,
-    hidden: &mut B::Floats,
+    rows: &'a [StepRow<'a>],
+    hidden: &B::Floats,
 ) -> Result<Joined<'a, 'w, B>, OpError> {
-    prepare(backend, spec, weights.dtype, work, input.rows, input.lengths, input.rows)?;
-    let mut pass = Joined::new(backend, spec, weights, work, input);
-    pass.pass.prompts(input.prompts, hidden)?;
+    prepare(backend, spec, weights.dtype, work, rows, rows)?;
+    let mut pass = Joined::new(backend, spec, weights, work, rows);
     pass.pass.norm(hidden, &weights.attention_norm, pass.normed)?;
     Ok(pass)
 }
 
-/// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows, without prompts:
+/// [`forward`] of a block in a run of blocks after [`prepare`] for the same rows:
 /// the last sum of the block before, which left its summand in `work`, is made with the first norm
 /// of this one, and that of this one is left to the next. [`open_run`] goes before the first block,
 /// [`close_run`] after the last; the bits are those of the blocks one by one. `work` was made ready
@@ -161,11 +163,11 @@ pub fn forward_joined<B: Backend>(
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     work: &mut Workspace<B>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
 ) -> Result<(), OpError> {
-    Joined::new(backend, spec, weights, work, input).step(hidden, pages)
+    Joined::new(backend, spec, weights, work, rows).step(hidden, pages)
 }
 
 /// Makes `work` ready for the first block of a run over `len` values of hidden states: `nothing`
@@ -213,35 +215,18 @@ impl<'a, 'w, B: Backend> Pass<'a, 'w, B> {
         backend: &'a mut B,
         spec: &'a BlockSpec,
         weights: &'a BlockWeights<'w, B>,
-        input: BlockInput<'a>,
+        rows: &'a [StepRow<'a>],
         rank: &'a mut B::Floats,
     ) -> Self {
         Pass {
             backend,
             spec,
             weights,
-            rows: input.rows,
-            tokens: total_tokens(input.rows),
-            adapted: adapted(input.rows, input.adapters),
+            rows,
+            tokens: total_tokens(rows),
+            adapted: adapted(rows),
             rank,
         }
-    }
-
-    /// Adds the deep prompts to the hidden states.
-    pub(super) fn prompts(
-        &mut self,
-        prompts: &[PromptPart<'_>],
-        hidden: &mut B::Floats,
-    ) -> Result<(), OpError> {
-        let round = self.weights.dtype;
-        prompts.iter().try_for_each(|part| {
-            self.backend.prompt_add(PromptAdd {
-                x: &mut *hidden,
-                offset: part.offset,
-                prompt: part.values,
-                round,
-            })
-        })
     }
 
     /// Queries, keys and values of `x` `[tokens, hidden]`, before rotation.

@@ -23,7 +23,7 @@ mod weights;
 pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
 pub use forward::{
-    BlockInput, PromptPart, Workspace, close_run, forward, forward_joined, forward_saving, keys,
+    PromptPart, Workspace, add_prompts, close_run, forward, forward_joined, forward_saving, keys,
     open_run, prepare,
 };
 pub use saved::{ActivationStore, SaveLevel, SavedActivations, levels, token_bytes};

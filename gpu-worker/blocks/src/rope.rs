@@ -12,23 +12,17 @@ pub(super) fn table(
     theta: f32,
     head_dim: usize,
     rows: &[StepRow<'_>],
-    lengths: &[usize],
     round: DType,
 ) -> Option<Vec<f32>> {
     let factor = scaling.attention_factor();
-    let length = |(index, row): (usize, &StepRow<'_>)| {
-        let known = lengths.get(index).copied();
-        known.unwrap_or(row.prefix + row.tokens)
-    };
-    let is_plain =
-        factor == 1.0 && !rows.iter().enumerate().any(|row| scaling.changes_at(length(row)));
+    let is_plain = factor == 1.0 && !rows.iter().any(|row| scaling.changes_at(row.length));
     if is_plain {
         return None;
     }
     let mut out = Vec::new();
-    for row in rows.iter().enumerate() {
-        let frequencies = scaling.frequencies_at(theta, head_dim, length(row));
-        for position in row.1.prefix..row.1.prefix + row.1.tokens {
+    for row in rows {
+        let frequencies = scaling.frequencies_at(theta, head_dim, row.length);
+        for position in row.prefix..row.prefix + row.tokens {
             let angle = |frequency: &f32| position as f32 * frequency;
             let rounded = |value: f32| convert::round(round, value * factor);
             out.extend(frequencies.iter().map(|f| rounded(angle(f).cos())));

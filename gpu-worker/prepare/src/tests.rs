@@ -149,7 +149,7 @@ fn outputs(place: &TinyModel, quant: QuantType) -> Vec<f32> {
     let layout = page_layout(spec, dtype);
     let mut pool = vec![0; layout.page_bytes()];
     let mut pages = KvPages::new(layout, &mut pool);
-    let rows = [StepRow { tokens: 9, prefix: 0, pages: &[PageId(0)] }];
+    let rows = [StepRow::new(9, 0, &[PageId(0)])];
     let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
     let mut hidden: Vec<f32> = (0..9 * spec.hidden)
         .map(|i| (0.61 * i as f32).sin())

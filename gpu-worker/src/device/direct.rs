@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocks::{BlockInput, Workspace, forward};
+use blocks::{Workspace, add_prompts, forward};
 use kernels::ops::OpError;
 
 use super::{DeviceBackend, HiddenStates, NOT_THERE, StepRunner, StepUnit};
@@ -32,15 +32,14 @@ impl<B: DeviceBackend> StepRunner<B> for DirectSteps<B> {
         cache: &mut B::Cache,
         unit: StepUnit<'_, '_, B>,
     ) -> Result<(), OpError> {
-        let StepUnit { spec, weights, blocks, rows, adapters, lengths, prompts, .. } = unit;
+        let StepUnit { spec, dtype, weights, blocks, rows, prompts, .. } = unit;
         let mut hidden = unit.hidden;
         let through = |backend: &mut B, states: &mut B::Floats| -> Result<(), OpError> {
             for (local, prompts) in blocks.zip(&prompts) {
-                let (adapters, lengths) = (&adapters, &lengths);
-                let input = BlockInput { rows: &rows, prompts, adapters, lengths };
                 let weights = weights.get(local).ok_or(NOT_THERE)?;
                 let mut pages = backend.cached(cache, local, &rows)?;
-                forward(backend, spec, weights, work, input, states, &mut pages)?;
+                add_prompts(backend, prompts, states, dtype)?;
+                forward(backend, spec, weights, work, &rows, states, &mut pages)?;
             }
             Ok(())
         };

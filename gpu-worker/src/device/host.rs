@@ -6,7 +6,7 @@ use shared::job::SlotRef;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::OutOfBounds;
 
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// The gradients of a job that are on the host.
 #[derive(Debug, Default)]
@@ -23,8 +23,8 @@ pub struct HostGradients {
 impl HostGradients {
     /// The gradients of a job whose output has the gradient `gradient`; `kv_width` are the values
     /// of the keys of a token.
-    pub(super) fn new(plan: &JobPlan, gradient: Vec<f32>, kv_width: usize) -> HostGradients {
-        let len = plan.token_count() * kv_width;
+    pub(super) fn new(job: &Job, gradient: Vec<f32>, kv_width: usize) -> HostGradients {
+        let len = job.token_count() * kv_width;
         HostGradients { gradient, keys: vec![0.0; len], values: vec![0.0; len] }
     }
 
@@ -38,12 +38,12 @@ impl HostGradients {
     pub(super) fn store_prompts(
         &self,
         arena: &ArenaMap,
-        plan: &JobPlan,
+        job: &Job,
         position: usize,
     ) -> Result<(), OutOfBounds> {
-        for (values, slot) in plan.prompt_gradient_parts(position) {
+        for (values, slot) in job.prompt_gradient_parts(position) {
             let values = self.gradient.get(values).unwrap_or_default();
-            write(arena, plan.body.dtype, slot, values)?;
+            write(arena, job.body.dtype, slot, values)?;
         }
         Ok(())
     }

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use blocks::{BlockInput, BlockWeights, PromptPart};
+use blocks::{BlockWeights, PromptPart};
 use kernels::{DType, PageLayout, StepRow};
 use model::BlockSpec;
 
 use super::DeviceBackend;
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// Steps of one or several jobs through consecutive blocks.
 pub struct StepUnit<'a, 'w, B: DeviceBackend> {
@@ -21,10 +21,6 @@ pub struct StepUnit<'a, 'w, B: DeviceBackend> {
     pub blocks: Range<usize>,
     /// Rows of all jobs, one job after the other.
     pub rows: Vec<StepRow<'a>>,
-    /// Adapter of each row.
-    pub adapters: Vec<Option<u32>>,
-    /// As in [`BlockInput`].
-    pub lengths: Vec<usize>,
     /// Deep prompts of each block of the unit.
     pub prompts: Vec<Vec<PromptPart<'a>>>,
     /// Hidden states of each job, and the values that the unit works on.
@@ -42,40 +38,27 @@ impl<'a, 'w, B: DeviceBackend> StepUnit<'a, 'w, B> {
         blocks: Range<usize>,
     ) -> Self {
         let prompts = blocks.clone().map(|_| Vec::new()).collect();
-        let (rows, adapters, lengths, hidden) = (vec![], vec![], vec![], vec![]);
-        StepUnit {
-            spec,
-            dtype,
-            weights,
-            blocks,
-            rows,
-            adapters,
-            lengths,
-            prompts,
-            hidden,
-            values: 0,
-        }
+        let (rows, hidden) = (vec![], vec![]);
+        StepUnit { spec, dtype, weights, blocks, rows, prompts, hidden, values: 0 }
     }
 
     /// Adds `pieces` of a job whose first block of the unit is at `position`; `all_prompts` are the
     /// prompts of the job. `None`: the job has no such pieces or prompts.
     pub fn push(
         &mut self,
-        plan: &'a JobPlan,
+        job: &'a Job,
         position: usize,
         pieces: Range<usize>,
         all_prompts: &'a [f32],
         hidden: &'a mut B::Hidden,
     ) -> Option<()> {
-        let values = plan.values(pieces.clone());
+        let values = job.values(pieces.clone());
         for (offset, prompts) in self.prompts.iter_mut().enumerate() {
             let at = position + offset;
-            prompts.extend(prompt_parts(plan, at, pieces.clone(), all_prompts, self.values)?);
+            prompts.extend(prompt_parts(job, at, pieces.clone(), all_prompts, self.values)?);
         }
         self.values += values.len();
-        self.rows.extend(plan.rows(pieces.clone()));
-        self.adapters.resize(self.rows.len(), plan.body.adapter);
-        self.lengths.extend(plan.row_lengths(pieces));
+        self.rows.extend(job.rows(pieces));
         self.hidden.push((hidden, values));
         Some(())
     }
@@ -88,15 +71,14 @@ pub struct PassUnit<'a, 'w, B: DeviceBackend> {
     pub weights: &'a BlockWeights<'w, B>,
     /// Shape of a KV page.
     pub layout: PageLayout,
-    pub plan: &'a JobPlan,
+    pub job: &'a Job,
     /// Position of the block in the body of the job.
     pub position: usize,
     /// The pieces of the job.
     pub pieces: Range<usize>,
-    rows: Vec<StepRow<'a>>,
-    prompts: Vec<PromptPart<'a>>,
-    adapters: Vec<Option<u32>>,
-    lengths: Vec<usize>,
+    pub rows: Vec<StepRow<'a>>,
+    /// The deep prompts of the block.
+    pub prompts: Vec<PromptPart<'a>>,
 }
 
 impl<'a, 'w, B: DeviceBackend> PassUnit<'a, 'w, B> {
@@ -106,46 +88,37 @@ impl<'a, 'w, B: DeviceBackend> PassUnit<'a, 'w, B> {
         spec: &'a BlockSpec,
         weights: &'a BlockWeights<'w, B>,
         layout: PageLayout,
-        plan: &'a JobPlan,
+        job: &'a Job,
         position: usize,
         pieces: Range<usize>,
         all_prompts: &'a [f32],
     ) -> Option<Self> {
-        let rows = plan.rows(pieces.clone());
         Some(PassUnit {
             spec,
             weights,
             layout,
-            plan,
+            job,
             position,
-            prompts: prompt_parts(plan, position, pieces.clone(), all_prompts, 0)?,
-            adapters: vec![plan.body.adapter; rows.len()],
-            lengths: plan.row_lengths(pieces.clone()),
+            prompts: prompt_parts(job, position, pieces.clone(), all_prompts, 0)?,
+            rows: job.rows(pieces.clone()),
             pieces,
-            rows,
         })
-    }
-
-    /// What goes through the block besides the hidden states.
-    pub(super) fn input(&self) -> BlockInput<'_> {
-        let PassUnit { rows, prompts, adapters, lengths, .. } = self;
-        BlockInput { rows, prompts, adapters, lengths }
     }
 
     /// The values of the hidden states of the unit.
     pub(super) fn values(&self) -> Range<usize> {
-        self.plan.values(self.pieces.clone())
+        self.job.values(self.pieces.clone())
     }
 
     /// Bytes of those values, stored in the dtype of the job, within those of all.
     pub(super) fn stored(&self) -> Range<usize> {
-        let (values, size) = (self.values(), self.plan.body.dtype.size_bytes());
+        let (values, size) = (self.values(), self.job.body.dtype.size_bytes());
         values.start * size..values.end * size
     }
 
     /// Whether the backward pass of the block begins with this unit.
     pub(super) fn begins_backward(&self) -> bool {
-        self.pieces.end == self.plan.piece_count()
+        self.pieces.end == self.job.piece_count()
     }
 
     /// Whether the backward pass of the block ends with this unit.
@@ -155,21 +128,21 @@ impl<'a, 'w, B: DeviceBackend> PassUnit<'a, 'w, B> {
 
     /// Bytes of the pages of the block within those of the job.
     pub(super) fn pages(&self) -> Range<usize> {
-        self.plan.scratch_range(self.position, self.layout.page_bytes())
+        self.job.scratch_range(self.position, self.layout.page_bytes())
     }
 }
 
 /// Deep prompts that fall on `pieces` of a job before its block at `position`, where the values of
 /// the pieces begin at `start`. `None`: the job has no such prompts.
 fn prompt_parts<'a>(
-    plan: &JobPlan,
+    job: &Job,
     position: usize,
     pieces: Range<usize>,
     all: &'a [f32],
     start: usize,
 ) -> Option<Vec<PromptPart<'a>>> {
-    let values = plan.values(pieces.clone());
-    let parts = plan.prompt_parts(position, pieces).into_iter();
+    let values = job.values(pieces.clone());
+    let parts = job.prompt_parts(position, pieces).into_iter();
     parts
         .map(|(to, from)| {
             Some(PromptPart { offset: start + to.start - values.start, values: all.get(from)? })

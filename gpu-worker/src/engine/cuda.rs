@@ -31,7 +31,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
     pub fn rehearse(&mut self) -> Result<(), EngineError> {
         let (hidden_width, tokens) = (self.spec.hidden, self.forward_tokens().max(BATCH_TOKENS));
         let pages = first_pages(tokens.div_ceil(PAGE_TOKENS));
-        let rows = [StepRow { tokens, prefix: 0, pages: &pages }];
+        let rows = [StepRow::new(tokens, 0, &pages)];
         let mut hidden = vec![0.0; tokens * hidden_width];
         self.trial(&rows, &mut hidden, pages.len())?;
         self.end_trials();
@@ -40,7 +40,7 @@ impl<G: Gpu> Engine<'_, Cuda<G>> {
         let pages = first_pages(REHEARSED_ROWS * REHEARSED_PAGES);
         let rows: Vec<StepRow<'_>> = pages
             .chunks(REHEARSED_PAGES)
-            .map(|pages| StepRow { tokens: 1, prefix: REHEARSED_PAGES * PAGE_TOKENS - 1, pages })
+            .map(|pages| StepRow::new(1, REHEARSED_PAGES * PAGE_TOKENS - 1, pages))
             .collect();
         self.trial(&rows, &mut hidden[..rows.len() * hidden_width], pages.len())?;
         self.end_trials();

@@ -4,28 +4,14 @@
 use std::time::Instant;
 
 use kernels::ops::OpError;
-use shared::ids::JobId;
 use shared::job::WorkKind;
 
 use super::Engine;
 use crate::device::{DeviceBackend, HiddenStates, PassRunner, TransferError, read};
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// No link was opened: [`Engine::link`].
 const NO_LINK: OpError = OpError::Shape { op: "job", what: "no arena is open" };
-
-/// A job between its acceptance and its answer.
-pub struct Job<B: DeviceBackend> {
-    /// Number of the job in the life of this worker, for injected faults.
-    pub number: u64,
-    pub id: JobId,
-    /// When netd submitted it, CLOCK_MONOTONIC.
-    pub submitted_ns: u64,
-    /// What it asks for.
-    pub plan: JobPlan,
-    /// What it needs while it runs; `None` before its copies are made and its input is read.
-    pub begun: Option<Begun<B>>,
-}
 
 /// What a job needs while it runs.
 pub struct Begun<B: DeviceBackend> {
@@ -41,21 +27,14 @@ pub struct Begun<B: DeviceBackend> {
     pub memory: Option<PassMemory<B>>,
 }
 
+impl<B: DeviceBackend> std::fmt::Debug for Begun<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Begun").field("queue_ns", &self.queue_ns).finish_non_exhaustive()
+    }
+}
+
 /// What a job without cache keeps between its units.
 pub type PassMemory<B> = <<B as DeviceBackend>::Passes as PassRunner<B>>::Memory;
-
-impl<B: DeviceBackend> Job<B> {
-    /// A job that has not begun.
-    pub fn new(number: u64, id: JobId, submitted_ns: u64, plan: JobPlan) -> Job<B> {
-        Job { number, id, submitted_ns, plan, begun: None }
-    }
-}
-
-impl<B: DeviceBackend> std::fmt::Debug for Job<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Job").field("id", &self.id).finish_non_exhaustive()
-    }
-}
 
 impl<B: DeviceBackend> Engine<'_, B> {
     /// Reads the input and the prompts of a job out of the arena, and takes its memory.
@@ -63,14 +42,14 @@ impl<B: DeviceBackend> Engine<'_, B> {
     /// # Errors
     /// [`TransferError::Outside`] when a slot lies outside it, which the check of the body
     /// excludes, or the device's.
-    pub fn begin(&mut self, job: &mut Job<B>, now_ns: u64) -> Result<(), TransferError> {
+    pub fn begin(&mut self, job: &Job, now_ns: u64) -> Result<Begun<B>, TransferError> {
         let (map, arena) = self.link.as_mut().ok_or(NO_LINK)?;
-        let (body, backend) = (&job.plan.body, &mut self.backend);
+        let (body, backend) = (&job.body, &mut self.backend);
         let memory = match body.kind {
             WorkKind::Decode | WorkKind::Prefill => None,
             WorkKind::Forward | WorkKind::Backward => {
                 let layout = self.kv_shape.layout;
-                Some(self.passes.begin(backend, arena, self.spec, layout, &job.plan)?)
+                Some(self.passes.begin(backend, arena, self.spec, layout, job)?)
             }
         };
         let hidden = B::Hidden::load(backend, arena, body.input, body.dtype)?;
@@ -79,8 +58,7 @@ impl<B: DeviceBackend> Engine<'_, B> {
             None => Vec::new(),
         };
         let queue_ns = now_ns.saturating_sub(job.submitted_ns);
-        job.begun = Some(Begun { at: Instant::now(), queue_ns, hidden, prompts, memory });
-        Ok(())
+        Ok(Begun { at: Instant::now(), queue_ns, hidden, prompts, memory })
     }
 
     /// Writes the results of a job into its output slot. They are there after the next
@@ -89,9 +67,9 @@ impl<B: DeviceBackend> Engine<'_, B> {
     /// # Errors
     /// [`TransferError::Outside`] when a slot lies outside the arena, which the check of the body
     /// excludes, or the device's.
-    pub fn output(&mut self, plan: &JobPlan, begun: &Begun<B>) -> Result<(), TransferError> {
+    pub fn output(&mut self, job: &Job, begun: &Begun<B>) -> Result<(), TransferError> {
         let (_, arena) = self.link.as_mut().ok_or(NO_LINK)?;
-        let (body, backend) = (&plan.body, &mut self.backend);
+        let (body, backend) = (&job.body, &mut self.backend);
         match (&begun.memory, body.kind) {
             (Some(memory), WorkKind::Backward) => {
                 self.passes.store(backend, arena, memory, body.output, body.dtype)

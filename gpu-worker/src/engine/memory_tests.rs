@@ -62,7 +62,7 @@ fn take_no_more_than_planned(model: &Model) {
             .map(|session| (session * used..(session + 1) * used).map(page).collect())
             .collect();
         let rows: Vec<StepRow<'_>> =
-            tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
+            tables.iter().map(|pages| StepRow::new(tokens, prefix, pages)).collect();
         let mut hidden = vec![0.25; sessions * tokens * engine.hidden_size()];
         engine.trial(&rows, &mut hidden, sessions * used).unwrap();
     }

@@ -39,9 +39,8 @@ fn through<B: DeviceBackend>(
     let rows: Vec<StepRow<'_>> = batch
         .iter()
         .zip(&tables)
-        .map(|(&(tokens, _), pages)| StepRow { tokens, prefix: 0, pages })
+        .map(|(&(tokens, adapter), pages)| StepRow { adapter, ..StepRow::new(tokens, 0, pages) })
         .collect();
-    let adapters: Vec<Option<u32>> = batch.iter().map(|(_, adapter)| *adapter).collect();
     let starts: Vec<usize> = batch
         .iter()
         .scan(0, |next, (tokens, _)| {
@@ -51,7 +50,6 @@ fn through<B: DeviceBackend>(
         })
         .collect();
     let tokens: usize = batch.iter().map(|(tokens, _)| tokens).sum();
-    let input = BlockInput { rows: &rows, prompts: &[], adapters: &adapters, lengths: &[] };
     let layout = page_layout(spec, dtype);
     let mut memory = B::PageMemory::default();
     let bytes = count as usize * layout.page_bytes();
@@ -66,7 +64,7 @@ fn through<B: DeviceBackend>(
     backend.upload(&given(0.0), &mut x).unwrap();
     backend.upload(&given(2.0), &mut gradient).unwrap();
     let mut work = Workspace::new(&mut backend);
-    forward(&mut backend, spec, &block, &mut work, input, &mut states, &mut pages).unwrap();
+    forward(&mut backend, spec, &block, &mut work, &rows, &mut states, &mut pages).unwrap();
     let kv = vec![0.0; tokens * spec.kv_heads * spec.head_dim];
     let [mut keys, mut sums] = [(); 2].map(|()| backend.buffer(kv.len()));
     backend.upload(&kv, &mut keys).unwrap();
@@ -77,7 +75,8 @@ fn through<B: DeviceBackend>(
         spec,
         &block,
         &mut work,
-        input,
+        &rows,
+        &[],
         &x,
         &mut gradient,
         Sums { keys: &mut keys, values: &mut sums, starts: &starts },

@@ -14,11 +14,11 @@ use shared::ids::JobId;
 use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 
 use super::tests::{Bench, HIDDEN, SLOT, mixture, model};
-use super::{Begun, Engine, Job};
+use super::{Begun, Engine};
 use crate::device::CudaStates;
 use crate::harness::planned_work;
 use crate::harness::{BLOCKS, KV_PAGES, Model, span};
-use crate::job::JobPlan;
+use crate::job::Job;
 use crate::schedule::{Schedule, UnitTimes};
 
 const BATCH: u32 = 2;
@@ -65,19 +65,17 @@ fn body(bench: &Bench<'_>, kind: WorkKind) -> JobBody {
 fn run(bench: &mut Bench<'_>, kind: WorkKind, time: Duration) -> (Vec<u8>, bool) {
     let body = body(bench, kind);
     let mut schedule = Schedule::new(UnitTimes { bulk: time, decode: Duration::ZERO });
-    let mut job = Job::new(0, JobId(1), 0, JobPlan::new(body.clone(), 16));
-    bench.engine.begin(&mut job, 0).unwrap();
-    let begun: &Begun<Cuda<Emu>> = job.begun.as_ref().unwrap();
+    let job = Job::new(JobId(1), body.clone(), 16);
+    let begun = bench.engine.begin(&job, 0).unwrap();
     assert!(matches!(begun.hidden, CudaStates::Device(_)));
     let is_on_host = begun.memory.as_ref().unwrap().has_host_pages();
-    let mut jobs = HashMap::from([(schedule.accept(job.plan.walk()), job)]);
+    let key = schedule.accept(job.walk());
+    let (jobs, mut begun) = (HashMap::from([(key, job)]), HashMap::from([(key, begun)]));
     while let Some(unit) = schedule.next(Instant::now()) {
-        bench.engine.unit(&unit, &mut jobs).unwrap();
+        bench.engine.unit(&unit, &jobs, &mut begun).unwrap();
         for advance in schedule.done(&unit, Duration::from_millis(1)) {
             if advance.finished {
-                let job = jobs.remove(&advance.job).unwrap();
-                let begun = job.begun.as_ref().unwrap();
-                bench.engine.output(&job.plan, begun).unwrap();
+                bench.engine.output(&jobs[&key], &begun[&key]).unwrap();
             }
         }
     }
@@ -158,14 +156,12 @@ fn a_region_is_for_one_job_at_a_time() {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let mut bench = Bench::new(&model, &weights, 1);
     let body = body(&bench, WorkKind::Backward);
-    let job = || Job::new(0, JobId(1), 0, JobPlan::new(body.clone(), 16));
-    let (mut first, mut second, mut third) = (job(), job(), job());
-    bench.engine.begin(&mut first, 0).unwrap();
-    bench.engine.begin(&mut second, 0).unwrap();
-    let is_resident =
-        |job: &Job<Cuda<Emu>>| job.begun.as_ref().unwrap().memory.as_ref().unwrap().is_resident();
+    let job = Job::new(JobId(1), body, 16);
+    let first = bench.engine.begin(&job, 0).unwrap();
+    let second = bench.engine.begin(&job, 0).unwrap();
+    let is_resident = |begun: &Begun<Cuda<Emu>>| begun.memory.as_ref().unwrap().is_resident();
     assert!(is_resident(&first) && !is_resident(&second));
     drop(first);
-    bench.engine.begin(&mut third, 0).unwrap();
+    let third = bench.engine.begin(&job, 0).unwrap();
     assert!(is_resident(&third), "the region is free again");
 }

@@ -20,9 +20,9 @@ use shared::shm::segment::MemfdSegment;
 use testkit::models::{bytes, values, word};
 use testkit::wide_models::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
-use super::{Engine, EngineShape, Job};
+use super::{Engine, EngineShape};
 use crate::harness::{BLOCKS, KV_PAGES, Model, alone, kv_segment, span, unique};
-use crate::job::JobPlan;
+use crate::job::Job;
 use crate::schedule::{Schedule, UnitTimes};
 
 pub(super) const HIDDEN: usize = 128;
@@ -130,22 +130,23 @@ impl<'w> Bench<'w> {
 
     /// Runs steps of (session, tokens, adapter) together; their outputs.
     fn steps(&mut self, steps: &[(usize, usize, Option<u32>)]) -> Vec<Vec<u8>> {
-        let mut jobs = HashMap::new();
+        let (mut jobs, mut begun) = (HashMap::new(), HashMap::new());
         let mut outputs = Vec::new();
         for &(session, tokens, adapter) in steps {
             let body = self.body(session, tokens, adapter);
             outputs.push(body.output);
-            let mut job = Job::new(0, JobId(1), 0, JobPlan::new(body, 16));
-            self.engine.begin(&mut job, 0).unwrap();
-            jobs.insert(self.schedule.accept(job.plan.walk()), job);
+            let job = Job::new(JobId(1), body, 16);
+            let key = self.schedule.accept(job.walk());
+            begun.insert(key, self.engine.begin(&job, 0).unwrap());
+            jobs.insert(key, job);
         }
         while let Some(unit) = self.schedule.next(Instant::now()) {
             self.longest = self.longest.max(unit.count);
-            self.engine.unit(&unit, &mut jobs).unwrap();
+            self.engine.unit(&unit, &jobs, &mut begun).unwrap();
             for advance in self.schedule.done(&unit, Duration::from_millis(1)) {
                 if advance.finished {
                     let job = jobs.remove(&advance.job).unwrap();
-                    self.engine.output(&job.plan, job.begun.as_ref().unwrap()).unwrap();
+                    self.engine.output(&job, &begun[&advance.job]).unwrap();
                 }
             }
         }

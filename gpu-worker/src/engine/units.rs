@@ -6,8 +6,9 @@ use std::collections::HashMap;
 use shared::block::BlockIndex;
 use shared::job::WorkKind;
 
-use super::{Begun, Engine, EngineError, Job};
+use super::{Begun, Engine, EngineError};
 use crate::device::{DeviceBackend, PassRunner, PassUnit, StepRunner, StepUnit, TransferError};
+use crate::job::Job;
 use crate::schedule::{JobKey, Member, Unit};
 
 impl<B: DeviceBackend> Engine<'_, B> {
@@ -18,14 +19,18 @@ impl<B: DeviceBackend> Engine<'_, B> {
     pub fn unit(
         &mut self,
         unit: &Unit,
-        jobs: &mut HashMap<JobKey, Job<B>>,
+        jobs: &HashMap<JobKey, Job>,
+        begun: &mut HashMap<JobKey, Begun<B>>,
     ) -> Result<(), EngineError> {
         let missing = || EngineError::Unit(unit.block);
         let member = unit.members.first().ok_or_else(missing)?;
-        let job = jobs.get_mut(&member.job).ok_or_else(missing)?;
-        match job.plan.body.kind {
-            WorkKind::Decode | WorkKind::Prefill => self.step_unit(unit, jobs),
-            WorkKind::Forward | WorkKind::Backward => self.pass_unit(unit.block, member, job),
+        let job = jobs.get(&member.job).ok_or_else(missing)?;
+        match job.body.kind {
+            WorkKind::Decode | WorkKind::Prefill => self.step_unit(unit, jobs, begun),
+            WorkKind::Forward | WorkKind::Backward => {
+                let begun = begun.get_mut(&member.job).ok_or_else(missing)?;
+                self.pass_unit(unit.block, member, job, begun)
+            }
         }
     }
 
@@ -33,27 +38,23 @@ impl<B: DeviceBackend> Engine<'_, B> {
     fn step_unit(
         &mut self,
         unit: &Unit,
-        jobs: &mut HashMap<JobKey, Job<B>>,
+        jobs: &HashMap<JobKey, Job>,
+        begun: &mut HashMap<JobKey, Begun<B>>,
     ) -> Result<(), EngineError> {
         let missing = || EngineError::Unit(unit.block);
         let first = self.local(unit.block)?;
         let last = self.local(unit.block + unit.count - 1)?;
-        let mut begun: Vec<Begun<B>> = Vec::with_capacity(unit.members.len());
-        for member in &unit.members {
-            let job = jobs.get_mut(&member.job).ok_or_else(missing)?;
-            begun.push(job.begun.take().ok_or_else(missing)?);
-        }
+        let taken = unit.members.iter().map(|member| begun.remove(&member.job));
+        let mut taken: Vec<Begun<B>> = taken.collect::<Option<_>>().ok_or_else(missing)?;
         let mut steps = StepUnit::new(self.spec, self.shape.dtype, &self.blocks, first..last + 1);
-        for (member, begun) in unit.members.iter().zip(&mut begun) {
-            let plan = &jobs.get(&member.job).ok_or_else(missing)?.plan;
+        for (member, begun) in unit.members.iter().zip(&mut taken) {
+            let job = jobs.get(&member.job).ok_or_else(missing)?;
             let (position, pieces) = (member.position, member.pieces.clone());
             let (prompts, hidden) = (&begun.prompts, &mut begun.hidden);
-            steps.push(plan, position, pieces, prompts, hidden).ok_or_else(missing)?;
+            steps.push(job, position, pieces, prompts, hidden).ok_or_else(missing)?;
         }
         self.steps.run(&mut self.backend, &mut self.work, &mut self.cache, steps)?;
-        for (member, begun) in unit.members.iter().zip(begun) {
-            jobs.get_mut(&member.job).ok_or_else(missing)?.begun = Some(begun);
-        }
+        begun.extend(unit.members.iter().map(|member| member.job).zip(taken));
         Ok(())
     }
 
@@ -62,19 +63,19 @@ impl<B: DeviceBackend> Engine<'_, B> {
         &mut self,
         block: u32,
         member: &Member,
-        job: &mut Job<B>,
+        job: &Job,
+        begun: &mut Begun<B>,
     ) -> Result<(), EngineError> {
         let missing = || EngineError::Unit(block);
         let local = self.local(block)?;
-        let Job { plan, begun, .. } = job;
-        let Begun { hidden, prompts, memory, .. } = begun.as_mut().ok_or_else(missing)?;
+        let Begun { hidden, prompts, memory, .. } = begun;
         let memory = memory.as_mut().ok_or_else(missing)?;
-        let back = plan.backward_at(member.position, member.pieces.clone());
+        let back = job.backward_at(member.position, member.pieces.clone());
         let is_back = back.is_some();
         let (position, pieces) = back.unwrap_or((member.position, member.pieces.clone()));
         let (spec, layout) = (self.spec, self.kv_shape.layout);
         let weights = self.blocks.get(local).ok_or_else(missing)?;
-        let unit = PassUnit::new(spec, weights, layout, plan, position, pieces, prompts);
+        let unit = PassUnit::new(spec, weights, layout, job, position, pieces, prompts);
         let unit = unit.ok_or_else(missing)?;
         let (backend, passes) = (&mut self.backend, &mut self.passes);
         if !is_back {

@@ -9,11 +9,12 @@ use shared::ids::JobId;
 use shared::job::{Completion, JobError};
 use shared::shm::ring::PushError;
 
-use super::execution::bad_slot;
+use super::execution::{Execution, bad_slot};
 use super::publisher::{Publisher, Until};
 use super::{Executor, Exit, FLUSH_TIME};
 use crate::device::{DeviceBackend, TransferError};
-use crate::engine::Job;
+use crate::engine::Begun;
+use crate::job::Job;
 use crate::link::Link;
 use crate::schedule::{Advance, JobKey, Unit};
 
@@ -126,11 +127,11 @@ impl<B: DeviceBackend> Executor<'_, B> {
 
     /// Writes the output slot of a job. `None`: the job has not begun.
     fn write_output(&mut self, key: JobKey) -> Result<Option<Result<(), JobError>>, Exit> {
-        let job = self.execution.jobs.get(&key);
-        let Some((job, begun)) = job.and_then(|job| Some((job, job.begun.as_ref()?))) else {
+        let Execution { engine, jobs, begun, .. } = &mut self.execution;
+        let (Some(job), Some(begun)) = (jobs.get(&key), begun.get(&key)) else {
             return Ok(None);
         };
-        match self.execution.engine.output(&job.plan, begun) {
+        match engine.output(job, begun) {
             Ok(()) => Ok(Some(Ok(()))),
             Err(TransferError::Outside(outside)) => Ok(Some(Err(bad_slot(&outside)))),
             Err(TransferError::Op(failure)) => Err(failure.into()),
@@ -157,24 +158,22 @@ impl<B: DeviceBackend> Executor<'_, B> {
                 output
             }
         };
-        if let Some(job) = self.execution.jobs.remove(&advance.job)
-            && let Some(result) = output
-        {
-            self.answer(link, &job, result)?;
+        let job = self.execution.jobs.remove(&advance.job);
+        let begun = self.execution.begun.remove(&advance.job);
+        match (job, begun, output) {
+            (Some(job), Some(begun), Some(result)) => self.answer(link, &job, &begun, result),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Queues the answer of a job whose output slot is written.
     fn answer(
         &mut self,
         link: &mut Link,
-        job: &Job<B>,
+        job: &Job,
+        begun: &Begun<B>,
         result: Result<(), JobError>,
     ) -> Result<(), Exit> {
-        let Some(begun) = &job.begun else {
-            return Ok(());
-        };
         self.execution.faults.at(job.number, FaultPoint::Output);
         let (queue_ns, compute_ns) = (begun.queue_ns, nanoseconds(begun.at.elapsed()));
         let completion = Completion {
@@ -187,13 +186,8 @@ impl<B: DeviceBackend> Executor<'_, B> {
         };
         let until = self.publisher.until_now();
         self.answers.queue.push_back(Answer { completion, number: Some(job.number), until });
-        let plan = &job.plan;
-        self.execution.board.job_done(
-            plan.body.kind,
-            plan.body.total_tokens(),
-            queue_ns,
-            compute_ns,
-        );
+        let (kind, tokens) = (job.body.kind, job.body.total_tokens());
+        self.execution.board.job_done(kind, tokens, queue_ns, compute_ns);
         self.post_answers(link)?;
         Ok(())
     }
@@ -201,6 +195,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
     /// Refuses every accepted job after the time of a drain, and ends once netd had
     /// [`FLUSH_TIME`] to take the answers.
     pub(super) fn refuse_all(&mut self, link: &Link, until: Instant) -> Result<Option<Unit>, Exit> {
+        self.execution.begun.clear();
         for (_, job) in self.execution.jobs.drain() {
             self.answers.refuse(link, job.id, JobError::Draining, self.publisher.until_now());
         }

@@ -27,9 +27,9 @@ use super::execution::Execution;
 use super::record::{Begin, Malformed, Record};
 use super::{Command, Exit};
 use crate::device::DeviceBackend;
-use crate::engine::{Engine, Job};
+use crate::engine::Engine;
 use crate::fault::Faults;
-use crate::job::JobPlan;
+use crate::job::Job;
 use crate::link::ArenaLink;
 use crate::schedule::{JobKey, Unit, Walk};
 
@@ -212,9 +212,10 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
         // That of the prompts is written to the arena behind each block, by rank 0 alone.
         body.prompt_gradient = None;
         let piece_tokens = self.execution.engine.piece_tokens(body.kind);
-        let plan = JobPlan::new(body, piece_tokens);
-        self.walks.insert(key, plan.walk());
-        self.execution.jobs.insert(key, Job::new(number, id, 0, plan));
+        let mut job = Job::new(id, body, piece_tokens);
+        job.number = number;
+        self.walks.insert(key, job.walk());
+        self.execution.jobs.insert(key, job);
         self.execution.faults.at(number, FaultPoint::Taken);
         if let Some(error) = self.execution.begin(key)? {
             // Rank 0 finds the same, and says that the job is to be dropped.
@@ -248,15 +249,14 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
         !unit.members.is_empty()
             && is_ascending
             && members.all(|member| {
-                let job = self.execution.jobs.get(&member.job);
                 let walk = self.walks.get(&member.job);
-                job.is_some_and(|job| job.begun.is_some())
+                self.execution.begun.contains_key(&member.job)
                     && walk.is_some_and(|walk| walk.is_next(unit, member))
             })
     }
 
     fn forget(&mut self, key: JobKey) {
         self.walks.remove(&key);
-        self.execution.jobs.remove(&key);
+        self.execution.forget(key);
     }
 }

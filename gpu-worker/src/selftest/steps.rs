@@ -4,7 +4,7 @@
 use std::io::Write;
 
 use blocks::kv::page_layout;
-use blocks::{BlockInput, BlockWeights, Workspace, forward};
+use blocks::{BlockWeights, Workspace, forward};
 use kernels::cases::{Row, Shapes, Work};
 use kernels::{DType, QuantType, StepRow, WeightView, quant};
 use model::{BlockSpec, Mlp, TensorSpec};
@@ -124,7 +124,7 @@ fn block_row<B: DeviceBackend>(
     let page = |index: usize| PageId(u32::try_from(index).unwrap_or(u32::MAX));
     let tables: Vec<Vec<PageId>> =
         (0..sessions).map(|s| (s * used..(s + 1) * used).map(page).collect()).collect();
-    let rows: Vec<_> = tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
+    let rows: Vec<_> = tables.iter().map(|pages| StepRow::new(tokens, prefix, pages)).collect();
     let cached = sessions * used * layout.page_bytes();
     let count = sessions * tokens;
     let values: Vec<f32> =
@@ -136,8 +136,7 @@ fn block_row<B: DeviceBackend>(
     let mut pages = backend.pages_in(&mut memory, layout, cached)?;
     let seconds = table.time(&mut |count| {
         for _ in 0..count {
-            let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
-            forward(backend, spec, weights, &mut work, input, &mut hidden, &mut pages)?;
+            forward(backend, spec, weights, &mut work, &rows, &mut hidden, &mut pages)?;
         }
         backend.download(&hidden, &mut [0.0])
     })?;

@@ -116,7 +116,7 @@ impl Loaded {
         let mut outputs = vec![vec![0.0; x.len()]; self.spec.num_blocks];
         let mut from = 0;
         for &to in ends {
-            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
+            let row = |pages| StepRow::new(to - from, from, pages);
             let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
             let mut hidden = self.part(x, &(from..to));
             for (all, step) in outputs.iter_mut().zip(chain.run(&rows, &mut hidden)) {
@@ -143,7 +143,7 @@ impl Loaded {
         chain.lengths = vec![self.tokens; adapters.len()];
         let (width, tokens) = (self.spec.hidden, self.tokens);
         let rows = |range: &std::ops::Range<usize>| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow { tokens: range.len(), prefix: range.start, pages };
+            let row = |pages| StepRow::new(range.len(), range.start, pages);
             tables.iter().map(|pages| row(pages)).collect()
         };
         let (mut hidden, mut inputs) = (x.to_vec(), Vec::new());

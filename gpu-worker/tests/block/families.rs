@@ -130,7 +130,7 @@ impl Golden {
         let mut from = 0;
         let mut steps = Vec::new();
         for &to in ends {
-            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
+            let row = |pages| StepRow::new(to - from, from, pages);
             let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
             let mut hidden = self.part("input", 0, from..to);
             let outputs = if batched {
@@ -227,7 +227,7 @@ impl Golden {
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
         chain.lengths = vec![tokens; batch];
         let rows = |from: usize, to: usize| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
+            let row = |pages| StepRow::new(to - from, from, pages);
             tables.iter().map(|pages| row(pages)).collect()
         };
         // Prompts of a block that fall on tokens `from..to` of every row.

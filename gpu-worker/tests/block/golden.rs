@@ -212,8 +212,7 @@ fn a_pass_without_cache_gives_what_transformers_gives() {
         let total = golden.lengths().1;
         let (tables, pages) = shuffled_tables(golden.batch, total);
         let mut chain = Chain::new(&golden.spec, golden.dtype, &golden.tensors, 2, pages);
-        let rows: Vec<_> =
-            tables.iter().map(|pages| StepRow { tokens: total, prefix: 0, pages }).collect();
+        let rows: Vec<_> = tables.iter().map(|pages| StepRow::new(total, 0, pages)).collect();
         let mut hidden = golden.embed(0..total);
         for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
             let error = golden.error(&golden.forward, block, 0..total, got);
@@ -232,10 +231,8 @@ fn greedy_decoding_over_pages_gives_the_tokens_and_states_of_transformers() {
         let mut from = 0;
         while from < total {
             let to = if from == 0 { prompt } else { from + 1 };
-            let rows: Vec<_> = tables
-                .iter()
-                .map(|pages| StepRow { tokens: to - from, prefix: from, pages })
-                .collect();
+            let rows: Vec<_> =
+                tables.iter().map(|pages| StepRow::new(to - from, from, pages)).collect();
             let mut hidden = golden.embed(from..to);
             for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
                 let error = golden.error(&golden.cached, block, from..to, got);
@@ -273,7 +270,7 @@ fn any_cut_batch_and_thread_count_gives_the_same_bits() {
             let mut output = vec![f32::NAN; golden.batch * total * width];
             for from in (0..total).step_by(cut) {
                 let to = total.min(from + cut);
-                let row = |pages| StepRow { tokens: to - from, prefix: from, pages };
+                let row = |pages| StepRow::new(to - from, from, pages);
                 let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
                 let mut hidden = golden.embed(from..to);
                 let per_row = (to - from) * width;

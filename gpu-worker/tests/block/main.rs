@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use blocks::kv::page_layout;
 use blocks::kv::{KvPool, KvShape};
 use blocks::{
-    BlockInput, BlockWeights, GradientWork, PromptPart, SavedActivations, Sums, Workspace,
+    BlockWeights, GradientWork, PromptPart, SavedActivations, Sums, Workspace, add_prompts,
     backward, forward_saving, keys,
 };
 use kernels::ops::convert;
@@ -110,6 +110,16 @@ impl<'w> Chain<'w> {
         }
     }
 
+    /// The rows with their adapters and the lengths of their jobs.
+    fn jobs<'r>(&self, rows: &[StepRow<'r>]) -> Vec<StepRow<'r>> {
+        let job = |(index, row): (usize, &StepRow<'r>)| StepRow {
+            adapter: self.adapters.get(index).copied().flatten(),
+            length: self.lengths.get(index).copied().unwrap_or(row.length),
+            ..*row
+        };
+        rows.iter().enumerate().map(job).collect()
+    }
+
     /// Runs block `index` over `hidden`.
     fn block(
         &mut self,
@@ -133,20 +143,16 @@ impl<'w> Chain<'w> {
         saved: SavedActivations<'_, [f32]>,
         keys_only: bool,
     ) {
+        let rows = &self.jobs(rows);
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
-        let input = BlockInput {
-            rows,
-            prompts,
-            adapters: &self.adapters,
-            lengths: &self.lengths[..self.lengths.len().min(rows.len())],
-        };
         let (cpu, spec, weights) = (&mut self.cpu, &self.spec, &self.blocks[index]);
         let work = &mut self.work;
+        add_prompts(cpu, prompts, hidden, self.dtype).unwrap();
         let done = if keys_only {
-            keys(cpu, spec, weights, work, input, hidden, &mut pages, saved)
+            keys(cpu, spec, weights, work, rows, hidden, &mut pages, saved)
         } else {
-            forward_saving(cpu, spec, weights, work, input, hidden, &mut pages, saved)
+            forward_saving(cpu, spec, weights, work, rows, hidden, &mut pages, saved)
         };
         done.unwrap();
     }
@@ -162,6 +168,7 @@ impl<'w> Chain<'w> {
         taken: &mut Taken,
         saved: SavedActivations<'_, [f32]>,
     ) {
+        let rows = &self.jobs(rows);
         let mut pool = KvPool::new(self.shape, &mut self.pool).unwrap();
         let mut pages: KvPages<'_> = pool.block(index).unwrap();
         let sums = Sums {
@@ -174,12 +181,8 @@ impl<'w> Chain<'w> {
             &self.spec,
             &self.blocks[index],
             &mut self.gradients,
-            BlockInput {
-                rows,
-                prompts,
-                adapters: &self.adapters,
-                lengths: &self.lengths[..self.lengths.len().min(rows.len())],
-            },
+            rows,
+            prompts,
             x,
             &mut taken.gradient,
             sums,

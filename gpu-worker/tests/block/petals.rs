@@ -208,7 +208,7 @@ fn run<'w>(
     let mut prefix = 0;
     for &tokens in steps {
         let rows: Vec<StepRow<'_>> =
-            tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect();
+            tables.iter().map(|pages| StepRow::new(tokens, prefix, pages)).collect();
         let part = |row: usize| {
             ((row * TOKENS + prefix) * width)..((row * TOKENS + prefix + tokens) * width)
         };
@@ -257,7 +257,7 @@ fn the_gradient_is_that_of_petals() {
         let (_, mut chain) = run(&spec, &tensors, &[TOKENS]);
         let (tables, _) = shuffled_tables(BATCH, TOKENS);
         let rows: Vec<StepRow<'_>> =
-            tables.iter().map(|pages| StepRow { tokens: TOKENS, prefix: 0, pages }).collect();
+            tables.iter().map(|pages| StepRow::new(TOKENS, 0, pages)).collect();
         let kv = BATCH * TOKENS * spec.kv_heads * spec.head_dim;
         let output_gradient =
             (0..BATCH * TOKENS * spec.hidden).map(|i| (0.11 * i as f64).cos() as f32);
@@ -317,7 +317,7 @@ fn a_deep_prompt_is_added_before_the_block() {
     let spec = spec(case);
     let tensors = weights(&spec);
     let (tables, pages) = shuffled_tables(1, TOKENS);
-    let rows = [StepRow { tokens: TOKENS, prefix: 0, pages: &tables[0] }];
+    let rows = [StepRow::new(TOKENS, 0, &tables[0])];
     let prompt: Vec<f32> = (0..2 * HIDDEN).map(|i| (i as f32 * 0.1).sin()).collect();
     let mut with = input(HIDDEN)[..TOKENS * HIDDEN].to_vec();
     let mut by_hand = with.clone();

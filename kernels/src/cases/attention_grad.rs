@@ -62,7 +62,7 @@ impl AttentionGradCase {
             if tokens > 0 {
                 let at = first + from - prefix;
                 ranges.push(at * width..(at + tokens) * width);
-                rows.push(StepRow { tokens, prefix: from, pages: batch.table(index) });
+                rows.push(StepRow::new(tokens, from, batch.table(index)));
                 starts.push(all_starts[index]);
             }
             first += all;

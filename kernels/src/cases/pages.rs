@@ -157,7 +157,7 @@ impl Batch {
                 kv_append::reference(KvAppend {
                     keys: &keys[..],
                     values: &values[..],
-                    rows: &[StepRow { tokens, prefix: 0, pages: table }],
+                    rows: &[StepRow::new(tokens, 0, table)],
                     pages: &mut KvPages::new(self.layout, &mut pool),
                 })
                 .expect("the pool has pages for all rows");
@@ -175,7 +175,7 @@ impl Batch {
             let own = tokens.start.clamp(first, end)..tokens.end.clamp(first, end);
             if !own.is_empty() {
                 let prefix = prefix + own.start - first;
-                rows.push(StepRow { tokens: own.len(), prefix, pages });
+                rows.push(StepRow::new(own.len(), prefix, pages));
             }
             first = end;
         }

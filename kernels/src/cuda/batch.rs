@@ -104,10 +104,7 @@ mod tests {
     #[test]
     fn arrays_lie_where_the_header_says() {
         let (first, second) = ([PageId(7), PageId(9)], [PageId(3), PageId(4)]);
-        let rows = [
-            StepRow { tokens: 2, prefix: 15, pages: &first },
-            StepRow { tokens: 1, prefix: 0, pages: &second },
-        ];
+        let rows = [StepRow::new(2, 15, &first), StepRow::new(1, 0, &second)];
         let mut words = vec![1];
         write(&rows, 5, &mut words).unwrap();
         assert_eq!(words[..2], [2, 3]);

@@ -256,7 +256,7 @@ mod tests {
         let bytes = 2 * 4 * LAYOUT.page_bytes();
         let segment = MemfdSegment::create("sepal-test-mirror", bytes).unwrap();
         let tables = [PageId(3), PageId(0)];
-        let row = |prefix, tokens| StepRow { tokens, prefix, pages: &tables };
+        let row = |prefix, tokens| StepRow::new(tokens, prefix, &tables);
         let mut cuda = Cuda::new(Emu::new(1));
         let map = || KvMap::map(&segment).unwrap();
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, Some(map())).unwrap();
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn pages_without_a_mirror_are_copied_on_the_device() {
         let tables = [PageId(3), PageId(0)];
-        let row = StepRow { tokens: 17, prefix: 0, pages: &tables };
+        let row = StepRow::new(17, 0, &tables);
         let mut cuda = Cuda::new(Emu::new(1));
         let mut cache = Cache::open(&mut cuda, LAYOUT, 2, 4, None).unwrap();
         append(&mut cuda, &mut cache, row, 1.5);

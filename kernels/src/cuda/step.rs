@@ -89,18 +89,12 @@ impl<G: Gpu> Cuda<G> {
         Ok(())
     }
 
-    /// Writes the rows of the next step, and which adapter each goes through (empty: none), to
-    /// their fixed memory, for a unit that begins with the block `first` of the span. False: they do
-    /// not fit, and nothing was written.
+    /// Writes the rows of the next step to their fixed memory, for a unit that begins with the block
+    /// `first` of the span. False: they do not fit, and nothing was written.
     ///
     /// # Errors
     /// When a number does not fit a word, or the device fails.
-    pub fn set_step(
-        &mut self,
-        rows: &[StepRow<'_>],
-        adapters: &[Option<u32>],
-        first: usize,
-    ) -> Result<bool, OpError> {
+    pub fn set_step(&mut self, rows: &[StepRow<'_>], first: usize) -> Result<bool, OpError> {
         self.host("a step")?;
         let Some(fixed) = &mut self.fixed else {
             return Ok(false);
@@ -110,7 +104,7 @@ impl<G: Gpu> Cuda<G> {
         let mut words = std::mem::take(&mut self.words);
         let written = batch::write(rows, first, &mut words);
         fixed.first = first;
-        words.splice(0..0, adapter_words(rows, adapters));
+        words.splice(0..0, adapter_words(rows));
         let fits = fits && 4 * words.len() <= room;
         let done = match (&written, fits) {
             // SAFETY: the memory is as long at least.
@@ -217,12 +211,11 @@ impl<G: Gpu> Fixed<G> {
 }
 
 /// The adapter of each token of a step.
-fn adapter_words(rows: &[StepRow<'_>], adapters: &[Option<u32>]) -> [u32; MAX_STEP_TOKENS] {
+fn adapter_words(rows: &[StepRow<'_>]) -> [u32; MAX_STEP_TOKENS] {
     let mut words = [NO_ADAPTER; MAX_STEP_TOKENS];
     let of_tokens = rows
         .iter()
-        .zip(adapters)
-        .flat_map(|(row, adapter)| std::iter::repeat_n(adapter.unwrap_or(NO_ADAPTER), row.tokens));
+        .flat_map(|row| std::iter::repeat_n(row.adapter.unwrap_or(NO_ADAPTER), row.tokens));
     words.iter_mut().zip(of_tokens).for_each(|(word, of)| *word = of);
     words
 }

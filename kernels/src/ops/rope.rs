@@ -113,7 +113,7 @@ mod tests {
         let frequencies = [1.0, 0.1];
         let rotate = |x: &mut Vec<f32>, prefix, inverse| {
             let mut table = vec![f32::NAN; 4];
-            let rows = [StepRow { tokens: 1, prefix, pages: &[] }];
+            let rows = [StepRow::new(1, prefix, &[])];
             reference_table(RopeTable {
                 rows: &rows,
                 inverse_frequencies: &frequencies,

@@ -172,7 +172,7 @@ fn the_gradient_of_the_router_is_its_slope() {
 fn gradients_of_attention_are_slopes() {
     let (tokens, group, width) = (5, 2, 3);
     let layout = PageLayout { dtype: DType::F32, kv_heads: 1, head_dim: width };
-    let rows = [StepRow { tokens, prefix: 0, pages: &[PageId(1)] }];
+    let rows = [StepRow::new(tokens, 0, &[PageId(1)])];
     let (divisor, window) = ((width as f32).sqrt(), 4);
     let alibi = Some(Alibi { slopes: &[0.3, -0.2], scale: 0.5 });
     let inputs =
@@ -257,7 +257,7 @@ fn short_buffers_and_unknown_pages_are_refused() {
     let layout = PageLayout { dtype: DType::F32, kv_heads: 1, head_dim: 2 };
     let mut pool = vec![0; layout.page_bytes()];
     let pages = KvPages::new(layout, &mut pool);
-    let rows = [StepRow { tokens: 1, prefix: PAGE_TOKENS, pages: &[PageId(0), PageId(1)] }];
+    let rows = [StepRow::new(1, PAGE_TOKENS, &[PageId(0), PageId(1)])];
     let mut out = [0.0; 2];
     let refused = cpu.attention(Attention {
         q: &[0.0f32; 2][..],

@@ -19,13 +19,13 @@ impl<'a, 'w, B: Backend> Joined<'a, 'w, B> {
         spec: &'a BlockSpec,
         weights: &'a BlockWeights<'w, B>,
         work: &'a mut Workspace<B>,
-        input: BlockInput<'a>,
+        rows: &'a [StepRow<'a>],
     ) -> Self {
-        let tokens = total_tokens(input.rows);
+        let tokens = total_tokens(rows);
         work.grow(backend, spec, tokens, weights.largest_rank);
         let Workspace { normed, branch, aside, beside, heads, middle, rank } = work;
         Joined {
-            pass: Pass::new(backend, spec, weights, input, rank),
+            pass: Pass::new(backend, spec, weights, rows, rank),
             normed,
             branch,
             aside,

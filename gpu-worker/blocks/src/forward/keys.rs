@@ -4,7 +4,7 @@ use kernels::ops::Rope;
 
 use super::*;
 
-/// Sends the new tokens of `input.rows` into a block as far as their keys and values, which are
+/// Sends the new tokens of `rows` into a block as far as their keys and values, which are
 /// written to `pages`. `hidden` `[tokens, hidden]` is then unspecified. Of what is to be `saved` it
 /// leaves the queries where they come with the keys.
 ///
@@ -16,13 +16,12 @@ pub fn keys<B: Backend>(
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     work: &mut Workspace<B>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
     hidden: &mut B::Floats,
     pages: &mut B::Pages<'_>,
     saved: SavedActivations<'_, B::Floats>,
 ) -> Result<(), OpError> {
-    let Joined { mut pass, normed, heads, .. } =
-        begin(backend, spec, weights, work, input, hidden)?;
+    let Joined { mut pass, normed, heads, .. } = begin(backend, spec, weights, work, rows, hidden)?;
     let QkvWeights::Separate([_, k, v]) = &weights.qkv else {
         pass.heads(normed, heads)?;
         pass.append(heads, pages)?;

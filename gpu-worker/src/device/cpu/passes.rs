@@ -2,8 +2,8 @@
 //! place, and the forward pass saves activations for the gradient as far as their memory goes.
 
 use blocks::{
-    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, backward,
-    forward_saving, keys, levels,
+    ActivationStore, GradientWork, SaveLevel, SavedActivations, Sums, Workspace, add_prompts,
+    backward, forward_saving, keys, levels,
 };
 use kernels::ops::{OpError, convert};
 use kernels::{Backend, Cpu, DType, KvPages, PageLayout};
@@ -13,7 +13,7 @@ use shared::job::{JobBody, SlotRef};
 use super::HostArena;
 use crate::device::host::{read, write};
 use crate::device::{HostGradients, NOT_THERE, PassRunner, PassUnit, TransferError};
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// Runs jobs without cache.
 pub struct HostPasses {
@@ -38,7 +38,7 @@ pub struct HostMemory {
 impl HostMemory {
     fn saved(&mut self, unit: &PassUnit<'_, '_, Cpu>) -> SavedActivations<'_, [f32]> {
         let store = self.saved.get_mut(unit.position);
-        let tokens = unit.plan.tokens(unit.pieces.clone());
+        let tokens = unit.job.tokens(unit.pieces.clone());
         store.map_or_else(SavedActivations::default, |store| store.part(tokens))
     }
 }
@@ -56,10 +56,10 @@ impl PassRunner<Cpu> for HostPasses {
         arena: &mut HostArena,
         spec: &BlockSpec,
         layout: PageLayout,
-        plan: &JobPlan,
+        job: &Job,
     ) -> Result<HostMemory, TransferError> {
-        let body = &plan.body;
-        let pages = vec![0; plan.scratch_bytes(layout.page_bytes())];
+        let body = &job.body;
+        let pages = vec![0; job.scratch_bytes(layout.page_bytes())];
         let Some(slot) = body.output_gradient else {
             let (inputs, gradients, saved) = (vec![], HostGradients::default(), vec![]);
             return Ok(HostMemory { pages, inputs, gradients, saved });
@@ -68,13 +68,13 @@ impl PassRunner<Cpu> for HostPasses {
         let inputs = vec![vec![0; gradient.len() * body.dtype.size_bytes()]; body.blocks.len()];
         let bytes = pages.len() + inputs.iter().map(Vec::len).sum::<usize>() + prompt_bytes(body);
         let most = self.saved_bytes.saturating_sub(bytes as u64);
-        let mut levels = levels(spec, body.blocks.len(), plan.token_count(), most);
+        let mut levels = levels(spec, body.blocks.len(), job.token_count(), most);
         agree(cpu, &mut levels)?;
-        let store = |level| ActivationStore::new(cpu, spec, level, plan.token_count());
+        let store = |level| ActivationStore::new(cpu, spec, level, job.token_count());
         Ok(HostMemory {
             pages,
             inputs,
-            gradients: HostGradients::new(plan, gradient, spec.kv_heads * spec.head_dim),
+            gradients: HostGradients::new(job, gradient, spec.kv_heads * spec.head_dim),
             saved: levels.into_iter().map(store).collect(),
         })
     }
@@ -91,15 +91,16 @@ impl PassRunner<Cpu> for HostPasses {
         let hidden = hidden.get_mut(unit.values()).ok_or(NOT_THERE)?;
         if let Some(input) = memory.inputs.get_mut(unit.position) {
             let input = input.get_mut(unit.stored()).ok_or(NOT_THERE)?;
-            convert::from_f32(unit.plan.body.dtype, hidden, input);
+            convert::from_f32(unit.job.body.dtype, hidden, input);
         }
         let mut pages = std::mem::take(&mut memory.pages);
         let own = pages.get_mut(unit.pages()).ok_or(NOT_THERE)?;
         let mut own = KvPages::new(unit.layout, own);
-        let (input, saved) = (unit.input(), memory.saved(unit));
-        match unit.plan.needs_keys_only(unit.position) {
-            true => keys(cpu, spec, weights, work, input, hidden, &mut own, saved)?,
-            false => forward_saving(cpu, spec, weights, work, input, hidden, &mut own, saved)?,
+        add_prompts(cpu, &unit.prompts, hidden, unit.job.body.dtype)?;
+        let (rows, saved) = (&unit.rows, memory.saved(unit));
+        match unit.job.needs_keys_only(unit.position) {
+            true => keys(cpu, spec, weights, work, rows, hidden, &mut own, saved)?,
+            false => forward_saving(cpu, spec, weights, work, rows, hidden, &mut own, saved)?,
         }
         memory.pages = pages;
         Ok(())
@@ -112,13 +113,13 @@ impl PassRunner<Cpu> for HostPasses {
         unit: &PassUnit<'_, '_, Cpu>,
         memory: &mut HostMemory,
     ) -> Result<(), TransferError> {
-        let plan = unit.plan;
+        let job = unit.job;
         if unit.begins_backward() {
             memory.gradients.clear_sums();
         }
         let input = memory.inputs.get(unit.position).and_then(|all| all.get(unit.stored()));
         self.input.resize(unit.values().len(), 0.0);
-        convert::to_f32(plan.body.dtype, input.ok_or(NOT_THERE)?, &mut self.input);
+        convert::to_f32(job.body.dtype, input.ok_or(NOT_THERE)?, &mut self.input);
         let mut pages = std::mem::take(&mut memory.pages);
         let mut gradients = std::mem::take(&mut memory.gradients);
         let own = pages.get_mut(unit.pages()).ok_or(NOT_THERE)?;
@@ -128,15 +129,16 @@ impl PassRunner<Cpu> for HostPasses {
             unit.spec,
             unit.weights,
             &mut self.work,
-            unit.input(),
+            &unit.rows,
+            &unit.prompts,
             &self.input,
             gradient.get_mut(unit.values()).ok_or(NOT_THERE)?,
-            Sums { keys, values, starts: &plan.row_starts(unit.pieces.clone()) },
+            Sums { keys, values, starts: &job.row_starts(unit.pieces.clone()) },
             memory.saved(unit),
             &mut KvPages::new(unit.layout, own),
         )?;
         if unit.ends_backward() {
-            gradients.store_prompts(&arena.map, plan, unit.position)?;
+            gradients.store_prompts(&arena.map, job, unit.position)?;
         }
         (memory.pages, memory.gradients) = (pages, gradients);
         Ok(())

@@ -2,7 +2,9 @@
 //! of device memory as far as it fits ([`Resident`]); the rest is on the host, and each unit copies
 //! its part to the device and back.
 
-use blocks::{GradientWork, SavedActivations, Sums, Workspace, backward, forward, keys};
+use blocks::{
+    GradientWork, SavedActivations, Sums, Workspace, add_prompts, backward, forward, keys,
+};
 use kernels::cuda::{self, Buffer, Cuda, Floats, Gpu, Memory};
 use kernels::ops::{OpError, convert};
 use kernels::{Backend, DType, PageLayout};
@@ -15,7 +17,7 @@ use super::states::is_aligned;
 use super::{CudaArena, CudaStates, NOT_THERE};
 use crate::device::host::{read, write};
 use crate::device::{HiddenStates, HostGradients, PassRunner, PassUnit, TransferError};
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// Runs jobs without cache.
 pub struct CudaPasses<G: Gpu> {
@@ -99,7 +101,7 @@ impl<G: Gpu> CudaPasses<G> {
         hidden: &CudaStates<G>,
         memory: &mut CudaMemory,
     ) -> Result<(), OpError> {
-        let (values, dtype) = (unit.values(), unit.plan.body.dtype);
+        let (values, dtype) = (unit.values(), unit.job.body.dtype);
         let resident = memory.resident.as_ref().and_then(|all| all.input(unit.position));
         if let (Some(input), CudaStates::Device(all)) = (resident, hidden) {
             let (len, from) = (values.len(), all.part(values).ok_or(NOT_THERE)?);
@@ -129,7 +131,7 @@ impl<G: Gpu> CudaPasses<G> {
         unit: &PassUnit<'_, '_, Cuda<G>>,
         memory: &CudaMemory,
     ) -> Result<(), OpError> {
-        let (len, dtype) = (unit.values().len(), unit.plan.body.dtype);
+        let (len, dtype) = (unit.values().len(), unit.job.body.dtype);
         cuda.grow(&mut self.input, len);
         let [_, region] = &mut self.regions;
         if let Some(input) = memory.resident.as_ref().and_then(|all| all.input(unit.position)) {
@@ -154,7 +156,7 @@ impl<G: Gpu> CudaPasses<G> {
         if unit.begins_backward() {
             sums.iter_mut().try_for_each(|sums| cuda.zero(sums))?;
         }
-        let starts = unit.plan.row_starts(unit.pieces.clone());
+        let starts = unit.job.row_starts(unit.pieces.clone());
         let own = gradient.part_mut(values.clone()).ok_or(NOT_THERE)?;
         let pages = BlockPages { resident: resident.pages(unit.position), memory, host };
         let (work, input) = (&mut self.work, &self.input);
@@ -181,11 +183,11 @@ impl<G: Gpu> CudaPasses<G> {
         if unit.begins_backward() {
             gradients.clear_sums();
         }
-        let (values, plan) = (unit.values(), unit.plan);
+        let (values, job) = (unit.values(), unit.job);
         let width = unit.spec.kv_heads * unit.spec.head_dim;
-        let touched = plan.touched(unit.pieces.clone());
+        let touched = job.touched(unit.pieces.clone());
         let part = touched.start * width..touched.end * width;
-        let mut starts = plan.row_starts(unit.pieces.clone());
+        let mut starts = job.row_starts(unit.pieces.clone());
         starts.iter_mut().for_each(|start| *start -= touched.start);
         let HostGradients { gradient, keys, values: key_values } = gradients;
         let gradient = gradient.get_mut(values).ok_or(NOT_THERE)?;
@@ -245,10 +247,10 @@ impl<G: Gpu> BlockPages<'_, G> {
         gradient: &mut Floats,
         sums: Sums<'_, Cuda<G>>,
     ) -> Result<(), OpError> {
-        let (spec, weights, input) = (unit.spec, unit.weights, unit.input());
+        let PassUnit { spec, weights, rows, prompts, .. } = unit;
         self.work_on(cuda, unit.layout, |cuda, pages| {
             let saved = SavedActivations::default();
-            backward(cuda, spec, weights, work, input, x, gradient, sums, saved, pages)
+            backward(cuda, spec, weights, work, rows, prompts, x, gradient, sums, saved, pages)
         })
     }
 }
@@ -273,24 +275,24 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
         arena: &mut CudaArena<G>,
         spec: &BlockSpec,
         layout: PageLayout,
-        plan: &JobPlan,
+        job: &Job,
     ) -> Result<CudaMemory, TransferError> {
-        let body = &plan.body;
+        let body = &job.body;
         let page_bytes = layout.page_bytes();
         let region = self.region(body.kind);
-        let resident = match plan.token_count() * body.hidden as usize <= RESIDENT_VALUES {
-            true => region.lease(cuda, spec, page_bytes, plan)?,
+        let resident = match job.token_count() * body.hidden as usize <= RESIDENT_VALUES {
+            true => region.lease(cuda, spec, page_bytes, job)?,
             false => None,
         };
         let pages = match &resident {
             Some(resident) if resident.has_all_pages() => Vec::new(),
-            _ => vec![0; plan.scratch_bytes(page_bytes)],
+            _ => vec![0; job.scratch_bytes(page_bytes)],
         };
         let Some(slot) = body.output_gradient else {
             let (inputs, gradients) = (Vec::new(), HostGradients::default());
             return Ok(CudaMemory { resident, pages, inputs, gradients });
         };
-        let values = plan.token_count() * body.hidden as usize;
+        let values = job.token_count() * body.hidden as usize;
         let gradients = match &resident {
             Some(_) => {
                 let to = &mut region.gradient;
@@ -299,7 +301,7 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
             }
             None => {
                 let gradient = read(&arena.map, body.dtype, slot)?;
-                HostGradients::new(plan, gradient, spec.kv_heads * spec.head_dim)
+                HostGradients::new(job, gradient, spec.kv_heads * spec.head_dim)
             }
         };
         let input = |position| match resident.as_ref().and_then(|all| all.input(position)) {
@@ -319,21 +321,22 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
         memory: &mut CudaMemory,
     ) -> Result<(), OpError> {
         self.save_input(cuda, unit, hidden, memory)?;
-        let (plan, position) = (unit.plan, unit.position);
+        let (job, position) = (unit.job, unit.position);
         let resident = memory.resident.as_ref().and_then(|all| all.pages(position));
         let host = match resident {
             Some(_) => &mut [][..],
             None => memory.pages.get_mut(unit.pages()).ok_or(NOT_THERE)?,
         };
-        let region = self.region(plan.body.kind);
+        let region = self.region(job.body.kind);
         let pages = BlockPages { resident, memory: &mut region.memory, host };
-        let (spec, weights, input) = (unit.spec, unit.weights, unit.input());
+        let PassUnit { spec, weights, rows, prompts, .. } = unit;
         hidden.work_on(cuda, unit.values(), |cuda, states| {
+            add_prompts(cuda, prompts, states, job.body.dtype)?;
             pages.work_on(cuda, unit.layout, |cuda, pages| {
                 let saved = SavedActivations::default();
-                match plan.needs_keys_only(position) {
-                    true => keys(cuda, spec, weights, work, input, states, pages, saved),
-                    false => forward(cuda, spec, weights, work, input, states, pages),
+                match job.needs_keys_only(position) {
+                    true => keys(cuda, spec, weights, work, rows, states, pages, saved),
+                    false => forward(cuda, spec, weights, work, rows, states, pages),
                 }
             })
         })
@@ -361,11 +364,11 @@ impl<G: Gpu> PassRunner<Cuda<G>> for CudaPasses<G> {
             return Ok(());
         }
         if resident.is_none() {
-            return Ok(gradients.store_prompts(&arena.map, unit.plan, unit.position)?);
+            return Ok(gradients.store_prompts(&arena.map, unit.job, unit.position)?);
         }
         let [_, region] = &self.regions;
-        for (values, slot) in unit.plan.prompt_gradient_parts(unit.position) {
-            let (len, dtype) = (values.len(), unit.plan.body.dtype);
+        for (values, slot) in unit.job.prompt_gradient_parts(unit.position) {
+            let (len, dtype) = (values.len(), unit.job.body.dtype);
             let from = region.gradient.part(values).ok_or(NOT_THERE)?;
             cuda.store(from, len, dtype, &arena.mapped, slot.offset)?;
         }

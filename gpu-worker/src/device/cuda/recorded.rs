@@ -19,13 +19,12 @@ use std::ops::Range;
 
 use blocks::kv::KvShape;
 use blocks::{
-    BlockInput, BlockWeights, PromptPart, Workspace, close_run, forward_joined, open_run, prepare,
+    BlockWeights, PromptPart, Workspace, add_prompts, close_run, forward_joined, open_run, prepare,
 };
-use kernels::Backend;
 use kernels::StepRow;
 use kernels::cuda::{Buffer, Cuda, Gpu, Pages, Recorded};
 use kernels::kv::total_tokens;
-use kernels::ops::{OpError, PromptAdd};
+use kernels::ops::OpError;
 use model::BlockSpec;
 use shared::ids::PageId;
 use shared::model::MAX_STEP_TOKENS;
@@ -82,7 +81,6 @@ struct Key {
 /// The rows of a step, which were written to their fixed memory before.
 struct FixedStep<'a> {
     rows: &'a [StepRow<'a>],
-    lengths: &'a [usize],
     /// Tokens for which the launches are recorded: a power of two.
     tokens: usize,
     /// Whether some row goes through an adapter.
@@ -98,12 +96,10 @@ impl<'a> FixedStep<'a> {
     }
 }
 
-/// Rows and adapters as operations of a recorded step see them: what they are lies in the fixed
-/// memory.
-fn any_rows(tokens: usize, adapted: bool) -> (Vec<StepRow<'static>>, Vec<Option<u32>>) {
+/// Rows as operations of a recorded step see them: what they are lies in the fixed memory.
+fn any_rows(tokens: usize, adapted: bool) -> Vec<StepRow<'static>> {
     const PAGE: &[PageId] = &[PageId(0)];
-    let rows = vec![StepRow { tokens: 1, prefix: 0, pages: PAGE }; tokens];
-    (rows, vec![Some(0); if adapted { tokens } else { 0 }])
+    vec![StepRow { adapter: adapted.then_some(0), ..StepRow::new(1, 0, PAGE) }; tokens]
 }
 
 /// Sends the states of a recorded step through blocks of the span, whose pages are `own`.
@@ -112,13 +108,13 @@ fn through<G: Gpu>(
     unit: &StepUnit<'_, '_, Cuda<G>>,
     blocks: Range<usize>,
     work: &mut Workspace<Cuda<G>>,
-    input: BlockInput<'_>,
+    rows: &[StepRow<'_>],
     states: &mut Buffer<G>,
     own: &mut [Pages<'_>],
 ) -> Result<(), OpError> {
     for (block, pages) in blocks.zip(own) {
         let weights = unit.weights.get(block).ok_or(NOT_THERE)?;
-        forward_joined(cuda, unit.spec, weights, work, input, states, pages)?;
+        forward_joined(cuda, unit.spec, weights, work, rows, states, pages)?;
     }
     Ok(())
 }
@@ -160,7 +156,7 @@ impl<G: Gpu> RecordedSteps<G> {
             while tokens <= MAX_STEP_TOKENS {
                 // A step of no rows: kernels run through and write nothing but what the next step
                 // writes anew.
-                cuda.set_step(&[], &[], unit.blocks.start)?;
+                cuda.set_step(&[], unit.blocks.start)?;
                 cuda.use_fixed_step(true);
                 let done = recordings.record(cuda, cache, unit, tokens, adapted, longest);
                 cuda.use_fixed_step(false);
@@ -212,13 +208,13 @@ impl<G: Gpu> StepRunner<Cuda<G>> for RecordedSteps<G> {
         cache: &mut <Cuda<G> as DeviceBackend>::Cache,
         mut unit: StepUnit<'_, '_, Cuda<G>>,
     ) -> Result<(), OpError> {
-        let adapted = unit.adapters.iter().any(Option::is_some);
+        let adapted = unit.rows.iter().any(|row| row.adapter.is_some());
         let tokens = total_tokens(&unit.rows);
         let recordings = match &mut self.recordings {
             Some(recordings)
                 if (1..=MAX_STEP_TOKENS).contains(&tokens)
                     && (!adapted || recordings.adapted)
-                    && cuda.set_step(&unit.rows, &unit.adapters, unit.blocks.start)? =>
+                    && cuda.set_step(&unit.rows, unit.blocks.start)? =>
             {
                 recordings
             }
@@ -227,7 +223,6 @@ impl<G: Gpu> StepRunner<Cuda<G>> for RecordedSteps<G> {
         gather(cuda, &unit.hidden, &mut recordings.states)?;
         let step = FixedStep {
             rows: &unit.rows,
-            lengths: &unit.lengths,
             tokens: tokens.next_power_of_two(),
             adapted,
             prompts: &unit.prompts,
@@ -287,10 +282,9 @@ impl<G: Gpu> Recordings<G> {
         adapted: bool,
         longest: usize,
     ) -> Result<(), OpError> {
-        let (rows, any) = any_rows(tokens, adapted);
-        let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
+        let rows = any_rows(tokens, adapted);
         let (spec, values) = (unit.spec, tokens * unit.spec.hidden);
-        prepare(cuda, spec, unit.dtype, &mut self.work, &[], &[], &rows)?;
+        prepare(cuda, spec, unit.dtype, &mut self.work, &[], &rows)?;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
         let mut pages = cache.blocks(cuda, unit.blocks.clone(), &[])?;
         let (first, end) = (unit.blocks.start, unit.blocks.end);
@@ -303,7 +297,7 @@ impl<G: Gpu> Recordings<G> {
             let own = pages.get_mut(blocks.start - first..blocks.end - first).ok_or(NOT_THERE)?;
             let (work, states) = (&mut self.work, &mut self.states);
             let mut run = |cuda: &mut Cuda<G>, own: &mut [Pages<'_>]| {
-                through(cuda, unit, blocks.clone(), work, input, states, own)
+                through(cuda, unit, blocks.clone(), work, &rows, states, own)
             };
             // Run once, for what operations keep from then on.
             if start == first {
@@ -341,10 +335,9 @@ impl<G: Gpu> Recordings<G> {
         unit: &StepUnit<'_, '_, Cuda<G>>,
         step: &FixedStep<'_>,
     ) -> Result<(), OpError> {
-        let (rows, any) = any_rows(step.tokens, step.adapted);
-        let input = BlockInput { rows: &rows, prompts: &[], adapters: &any, lengths: &[] };
+        let rows = any_rows(step.tokens, step.adapted);
         let (spec, dtype) = (unit.spec, unit.dtype);
-        prepare(cuda, spec, dtype, &mut self.work, step.rows, step.lengths, &rows)?;
+        prepare(cuda, spec, dtype, &mut self.work, step.rows, &rows)?;
         let first = unit.blocks.start;
         let values = step.tokens * spec.hidden;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
@@ -363,7 +356,7 @@ impl<G: Gpu> Recordings<G> {
                 self.replayed += blocks.len() as u64;
             } else {
                 let (work, states) = (&mut self.work, &mut self.states);
-                through(cuda, unit, blocks.clone(), work, input, states, own)?;
+                through(cuda, unit, blocks.clone(), work, &rows, states, own)?;
             }
             at = blocks.end;
         }
@@ -393,10 +386,7 @@ impl<G: Gpu> Recordings<G> {
     ) -> Result<(), OpError> {
         close_run(cuda, &self.work, &mut self.states, values, round)?;
         open_run(cuda, &mut self.work, &self.nothing, values)?;
-        prompts.iter().try_for_each(|part| {
-            let (offset, prompt) = (part.offset, part.values);
-            cuda.prompt_add(PromptAdd { x: &mut *self.states, offset, prompt, round })
-        })
+        add_prompts(cuda, prompts, &mut self.states, round)
     }
 }
 

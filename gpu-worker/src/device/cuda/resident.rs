@@ -15,7 +15,7 @@ use model::sizing::{resident_bytes, resident_tokens};
 use shared::job::WorkKind;
 
 use super::NOT_THERE;
-use crate::job::JobPlan;
+use crate::job::Job;
 
 /// Where pages and inputs begin: a multiple of this.
 const ALIGNMENT: usize = 256;
@@ -114,10 +114,10 @@ impl<G: Gpu> Region<G> {
         cuda: &mut Cuda<G>,
         spec: &BlockSpec,
         page_bytes: usize,
-        plan: &JobPlan,
+        job: &Job,
     ) -> Result<Option<Resident>, OpError> {
-        let body = &plan.body;
-        let tokens = plan.token_count();
+        let body = &job.body;
+        let tokens = job.token_count();
         let (blocks, input_bytes) = match body.kind {
             WorkKind::Backward if tokens > self.tokens => return Ok(None),
             WorkKind::Backward => {
@@ -136,7 +136,7 @@ impl<G: Gpu> Region<G> {
         };
         let (mut pages, mut inputs) = (Vec::new(), Vec::new());
         for _ in 0..blocks {
-            pages.push(take(plan.scratch_pages() * page_bytes));
+            pages.push(take(job.scratch_pages() * page_bytes));
             if input_bytes > 0 {
                 inputs.push(take(input_bytes));
             }

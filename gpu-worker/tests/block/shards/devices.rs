@@ -58,11 +58,13 @@ impl Model {
             buffer
         };
         let rows = |tokens: usize, prefix: usize| -> Vec<StepRow<'_>> {
-            tables.iter().map(|pages| StepRow { tokens, prefix, pages }).collect()
+            let rows = tables.iter().zip(&adapters);
+            rows.map(|(pages, adapter)| StepRow {
+                adapter: *adapter,
+                ..StepRow::new(tokens, prefix, pages)
+            })
+            .collect()
         };
-        fn input<'a>(rows: &'a [StepRow<'a>], adapters: &'a [Option<u32>]) -> BlockInput<'a> {
-            BlockInput { rows, prompts: &[], adapters, lengths: &[] }
-        }
         let all = rows(self.tokens, 0);
         let mut states = upload(cuda, &self.given["input"]);
         let mut inputs = Vec::new();
@@ -71,8 +73,8 @@ impl Model {
             cuda.copy(&states, &mut before, len).unwrap();
             inputs.push(before);
             let mut pages = Pages::new(layout, memory, 0, bytes);
-            let (input, saved) = (input(&all, &adapters), SavedActivations::default());
-            forward_saving(cuda, spec, block, &mut work, input, &mut states, &mut pages, saved)
+            let saved = SavedActivations::default();
+            forward_saving(cuda, spec, block, &mut work, &all, &mut states, &mut pages, saved)
                 .unwrap();
         }
         // The same last tokens as a decode step have the same bits.
@@ -87,8 +89,8 @@ impl Model {
         let before = cuda.launches();
         for (block, memory) in blocks.iter().zip(&mut memory) {
             let mut pages = Pages::new(layout, memory, 0, bytes);
-            let (input, saved) = (input(&last, &adapters), SavedActivations::default());
-            forward_saving(cuda, spec, block, &mut work, input, &mut step, &mut pages, saved)
+            let saved = SavedActivations::default();
+            forward_saving(cuda, spec, block, &mut work, &last, &mut step, &mut pages, saved)
                 .unwrap();
         }
         let launches = (cuda.launches() - before) / blocks.len() as u64;
@@ -103,9 +105,10 @@ impl Model {
             let [mut keys, mut values] = [(); 2].map(|()| upload(cuda, &kv));
             let sums = Sums { keys: &mut *keys, values: &mut *values, starts: &starts };
             let mut pages = Pages::new(layout, memory, 0, bytes);
-            let (input, saved) = (input(&all, &adapters), SavedActivations::default());
+            let saved = SavedActivations::default();
             let work = &mut gradients;
-            backward(cuda, spec, block, work, input, x, &mut gradient, sums, saved, &mut pages)
+            let gradient = &mut gradient;
+            backward(cuda, spec, block, work, &all, &[], x, gradient, sums, saved, &mut pages)
                 .unwrap();
         }
         let mut back = vec![0.0; len];

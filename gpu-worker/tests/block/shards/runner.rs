@@ -190,7 +190,7 @@ impl<'m, 'w> Runner<'m, 'w> {
 
 /// `tokens` of the rows of these page tables.
 fn rows_of<'t>(tables: &'t [Vec<PageId>], tokens: &Range<usize>) -> Vec<StepRow<'t>> {
-    let row = |pages| StepRow { tokens: tokens.len(), prefix: tokens.start, pages };
+    let row = |pages| StepRow::new(tokens.len(), tokens.start, pages);
     tables.iter().map(|pages| row(pages)).collect()
 }
 

@@ -49,11 +49,8 @@ impl<G: Gpu> Cuda<G> {
         let pool = pool(layout, positions, &tables)?;
         let mut pages = self.scratch(pool.len())?;
         self.upload_bytes(&pool, &mut pages, 0)?;
-        let rows = [0, 1].map(|row| StepRow {
-            tokens: TOKENS[row],
-            prefix: positions[row] - TOKENS[row],
-            pages: &tables[row],
-        });
+        let rows =
+            [0, 1].map(|row| StepRow::new(TOKENS[row], positions[row] - TOKENS[row], &tables[row]));
         let by_warps = self.attended(case, layout, &mut pages, &rows, false)?;
         Ok([by_warps, self.attended(case, layout, &mut pages, &rows, true)?])
     }
@@ -116,7 +113,7 @@ fn pool(
         kv_append::reference(KvAppend {
             keys: &keys(10 + row as u64, tokens, width, layout.head_dim)[..],
             values: &values[..],
-            rows: &[StepRow { tokens, prefix: 0, pages: &tables[row] }],
+            rows: &[StepRow::new(tokens, 0, &tables[row])],
             pages: &mut KvPages::new(layout, &mut pool),
         })?;
     }
