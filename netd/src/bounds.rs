@@ -1,12 +1,12 @@
 //! All bounds on what peers can make the daemon hold or do, for the list in SECURITY.md. Those that
 //! are settings are named by their flag.
 
-use hivemind::bounds::{Bound, bytes, count, time};
-use hivemind::wire::metadata::{MAX_ID_CHARS, MAX_NEXT_SERVERS};
-use hivemind::wire::uid::MAX_CHAIN;
-use hivemind::{dht, p2p};
+use resource_manager::bounds::{Bound, bytes, count, time};
 use shared::job::MAX_ROWS;
 use shared::shm::sessions::SESSION_RECORDS;
+use swarm::dht;
+use swarm::wire::metadata::{MAX_ID_CHARS, MAX_NEXT_SERVERS};
+use swarm::wire::uid::MAX_CHAIN;
 
 use crate::metrics::http;
 use crate::rpc::{self, aims, inference, onward, registry, request, resumption};

@@ -10,17 +10,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use hivemind::dht::driver::unix_now;
-use hivemind::names;
-use hivemind::p2p::{
+use p2p::task;
+use p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal, identity,
 };
-use hivemind::task;
-use hivemind::wire::messages::{PingRequest, PingResponse};
 use prost::Message;
 use shared::causes::with_causes;
 use shared::checkup::{Observers, SwarmFacts};
 use shared::config::NetdConfig;
+use swarm::dht::driver::unix_now;
+use swarm::names;
+use swarm::wire::messages::{PingRequest, PingResponse};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 

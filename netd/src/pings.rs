@@ -5,10 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use hivemind::dht::driver::Dht;
-use hivemind::p2p::{CallError, P2p, PeerId};
-use hivemind::view::{self, BlockServers};
+use p2p::{CallError, P2p, PeerId};
 use rand::seq::IteratorRandom;
+use swarm::dht::driver::Dht;
+use swarm::view::{self, BlockServers};
 use tokio::sync::watch;
 use tracing::debug;
 
@@ -123,7 +123,7 @@ impl Times {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::wire::records::{ServerInfo, ServerState};
+    use swarm::wire::records::{ServerInfo, ServerState};
 
     fn servers(range: std::ops::Range<u32>) -> BlockServers {
         range.map(|peer| (peer.to_string(), ServerInfo::new(ServerState::Online, 1.0))).collect()

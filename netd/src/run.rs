@@ -25,7 +25,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::task;
+use p2p::task;
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::config::SpanChoice;

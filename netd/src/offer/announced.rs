@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::task;
-use hivemind::wire::records::ServerState;
+use p2p::task;
 use shared::control::WorkerUp;
 use shared::shm::board::Announcement;
+use swarm::dht::driver::Dht;
+use swarm::wire::records::ServerState;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;

@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use hivemind::view;
-use hivemind::wire::records::{ModelInfo, ServerInfo, ServerState};
 use shared::block::{BlockIndex, Span, is_prefix};
 use shared::config::SpanChoice;
 use shared::control::NetdInit;
@@ -11,6 +9,8 @@ use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::network::NetworkRate;
 use shared::survey::Capacity;
+use swarm::view;
+use swarm::wire::records::{ModelInfo, ServerInfo, ServerState};
 use tracing::{info, warn};
 
 use super::{Offer, Standing};

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hivemind::p2p::{Net, PeerId};
+use p2p::{Net, PeerId};
 
 /// Next servers that were not reached, of one client within [`MEMORY`]. A server that has just
 /// died is one.

@@ -10,9 +10,9 @@
 
 use std::sync::Arc;
 
-use hivemind::wire::messages::{Compression, Tensor};
-use hivemind::wire::tensor::WireTensor;
 use shared::job::{JobBody, WorkKind};
+use swarm::wire::messages::{Compression, Tensor};
+use swarm::wire::tensor::WireTensor;
 
 use super::compute::{Arguments, explain, read, write};
 use super::request::Request;

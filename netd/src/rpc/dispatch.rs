@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
-use hivemind::task;
-use hivemind::wire::resumption::NOT_SERVING;
+use p2p::task;
+use p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
+use swarm::names;
+use swarm::wire::resumption::NOT_SERVING;
 use tokio::sync::{mpsc, watch};
 
 use super::whole;

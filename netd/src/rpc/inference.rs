@@ -24,11 +24,11 @@ mod step;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
-use hivemind::wire::messages::ExpertResponse;
-use hivemind::wire::metadata::ArgsStructure;
+use p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
 use prost::Message;
 use shared::shm::board::Trouble;
+use swarm::wire::messages::ExpertResponse;
+use swarm::wire::metadata::ArgsStructure;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::debug;

@@ -3,7 +3,7 @@
 //!
 //! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer
 //! sends is bounded: concurrent streams per protocol and peer by [`protocols`], frames by
-//! [`Service::max_request_bytes`], the bytes that they hold by [`hivemind::p2p::Purpose`], batch, tokens and session
+//! [`Service::max_request_bytes`], the bytes that they hold by [`p2p::Purpose`], batch, tokens and session
 //! length by the model's limits, KV memory by admission, arena memory by its queue. Large
 //! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
 //! kind ([`Troubles`]).
@@ -29,17 +29,17 @@ mod whole;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use hivemind::names;
-use hivemind::p2p::{P2p, ProtocolKind, ProtocolSpec};
-use hivemind::wire::messages::Compression;
-use hivemind::wire::metadata::RequestMetadata;
-use hivemind::wire::uid;
+use p2p::{P2p, ProtocolKind, ProtocolSpec};
 use shared::block::{BlockIndex, Span};
 use shared::config::NetdConfig;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::board::Trouble;
 use shared::shm::layout::TROUBLES;
+use swarm::names;
+use swarm::wire::messages::Compression;
+use swarm::wire::metadata::RequestMetadata;
+use swarm::wire::uid;
 use tokio::sync::watch;
 
 use crate::sessions::admission::KvMemory;

@@ -20,15 +20,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
-use hivemind::task;
-use hivemind::wire::messages::{Compression, ExpertRequest, Tensor};
-use hivemind::wire::metadata::{NextServer, RequestMetadata};
-use hivemind::wire::packing;
-use hivemind::wire::uid;
+use p2p::task;
+use p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
 use prost::Message;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::messages::{Compression, ExpertRequest, Tensor};
+use swarm::wire::metadata::{NextServer, RequestMetadata};
+use swarm::wire::packing;
+use swarm::wire::uid;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::debug;
 
@@ -277,7 +277,7 @@ async fn call(p2p: P2p, peer: PeerId, push: Push, troubles: Arc<Troubles>) {
 
 #[cfg(test)]
 mod tests {
-    use hivemind::wire::tensor::{WireDtype, raw_tensor};
+    use swarm::wire::tensor::{WireDtype, raw_tensor};
 
     use super::*;
 

@@ -11,13 +11,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
-use hivemind::wire::keys;
-use hivemind::wire::messages::ExpertRequest;
-use hivemind::wire::metadata::RequestMetadata;
-use hivemind::wire::packing;
+use p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::ExpertRequest;
+use swarm::wire::metadata::RequestMetadata;
+use swarm::wire::packing;
 use tokio::sync::watch;
 use tracing::debug;
 

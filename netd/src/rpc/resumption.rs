@@ -15,8 +15,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
-use hivemind::wire::resumption::{Resumable, Secret};
+use p2p::PeerId;
 use rand::TryRngCore;
 use rand::rngs::OsRng;
 use sha2::{Digest, Sha256};
@@ -24,6 +23,7 @@ use shared::block::BlockIndex;
 use shared::clock::monotonic_ns;
 use shared::job::MAX_ROWS;
 use shared::shm::sessions::{SESSION_RECORDS, SessionRecords};
+use swarm::wire::resumption::{Resumable, Secret};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tracing::{debug, info};

@@ -2,17 +2,17 @@
 //! [`super::forward`] and [`super::backward`] compute them.
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{
+use p2p::{
     InboundError, InboundReader, InboundStream, PeerId, Purpose, Received, Reservation,
     UnaryResponder,
 };
-use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use hivemind::wire::metadata::RequestMetadata;
-use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use prost::Message;
 use shared::job::WorkKind;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use swarm::wire::metadata::RequestMetadata;
+use swarm::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use tokio::time::timeout;
 
 use super::request::{Request, decode};

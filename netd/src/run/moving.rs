@@ -16,11 +16,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::task;
-use hivemind::view;
+use p2p::task;
 use shared::block::Span;
 use shared::control::{FromNetd, WorkerUp};
 use shared::network::NetworkRate;
+use swarm::view;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;

@@ -10,12 +10,12 @@
 
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::p2p::P2p;
-use hivemind::task;
+use p2p::P2p;
+use p2p::task;
 use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use swarm::dht::driver::Dht;
 use tokio::time::{Instant, timeout};
 use tracing::info;
 

@@ -9,15 +9,15 @@
 //!                     Offline ────────> announce once, end
 //! ```
 
-use hivemind::dht::driver::{Dht, unix_now};
-use hivemind::dht::id::DhtId;
-use hivemind::dht::storage::{Item, Timed};
-use hivemind::task;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
-use hivemind::wire::uid::module_uid;
+use p2p::task;
 use std::ops::Range;
 use std::time::Duration;
+use swarm::dht::driver::{Dht, unix_now};
+use swarm::dht::id::DhtId;
+use swarm::dht::storage::{Item, Timed};
+use swarm::wire::msgpack::Value;
+use swarm::wire::records::{MODELS_KEY, ModelInfo, ServerInfo, ServerState};
+use swarm::wire::uid::module_uid;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
@@ -258,7 +258,7 @@ async fn announce(dht: &Dht, config: &AnnounceConfig, status: &ServerStatus) -> 
 mod tests {
     use super::*;
     use crate::dht_node;
-    use hivemind::view::read_blocks;
+    use swarm::view::read_blocks;
 
     fn config(prefix: &str, peer_id: &str) -> AnnounceConfig {
         AnnounceConfig {
@@ -332,7 +332,7 @@ mod tests {
     /// node says of the free cache, as long as the sender of the status lives.
     async fn announcing() -> (watch::Sender<ServerStatus>, impl AsyncFn() -> Option<u64>) {
         let (dht, _) = node(Vec::new()).await;
-        let peer_id = hivemind::p2p::PeerId::random().to_base58();
+        let peer_id = p2p::PeerId::random().to_base58();
         let (sender, receiver) = watch::channel(status(ServerState::Online));
         let announcer = Announcer::start(dht.clone(), config("tiny", &peer_id), receiver);
         announcer.announced().wait_for(Option::is_some).await.unwrap();
@@ -378,7 +378,7 @@ mod tests {
     async fn states_reach_other_nodes_one_after_another() {
         let (first, address) = node(Vec::new()).await;
         let (second, _) = node(vec![address]).await;
-        let peer_id = hivemind::p2p::PeerId::random().to_base58();
+        let peer_id = p2p::PeerId::random().to_base58();
         let (sender, receiver) = watch::channel(status(ServerState::Joining));
         let announcer = Announcer::start(first, config("tiny", &peer_id), receiver);
         let mut announced = announcer.announced();

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::view::{self, BlockServers, MAX_THROUGHPUT};
-use hivemind::wire::records::ServerState;
 use shared::shm::board::{BlockCoverage, BoardWriter};
+use swarm::dht::driver::Dht;
+use swarm::view::{self, BlockServers, MAX_THROUGHPUT};
+use swarm::wire::records::ServerState;
 use tokio::time::Instant;
 use tracing::debug;
 

@@ -1,5 +1,5 @@
 //! The swarm as this server sees it, and this server as the swarm sees it: who serves which blocks
-//! ([`hivemind::view`]), which blocks are worth serving ([`placement`]), when to move there ([`rebalance`]),
+//! ([`swarm::view`]), which blocks are worth serving ([`placement`]), when to move there ([`rebalance`]),
 //! our own records ([`announce`]), how well blocks are served ([`coverage`]), whether others can dial us ([`reachability`], [`monitor`]), and
 //! what our network carries ([`rate`]).
 

@@ -9,11 +9,11 @@
 
 pub mod steady;
 
-use hivemind::view::ServerSpan;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use std::cmp::Ordering;
 use std::ops::Range;
+use swarm::view::ServerSpan;
 
 /// Throughput of each of `count` blocks: the sum over the servers that cover it, each with the
 /// throughput of its record. Summed in the order of `spans`, which is that of PeerIDs, so that
@@ -267,10 +267,10 @@ impl Swarm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::wire::records::{ServerInfo, ServerState};
     use proptest::prelude::*;
     use rand::SeedableRng;
     use rand::rngs::StdRng;
+    use swarm::wire::records::{ServerInfo, ServerState};
 
     fn span(peer: u8, start: usize, end: usize, throughput: f64) -> ServerSpan {
         let info = ServerInfo::new(ServerState::Online, throughput);

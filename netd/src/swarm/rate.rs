@@ -29,8 +29,8 @@ mod url;
 use std::time::Duration;
 
 pub use ask::with_peers;
-use hivemind::p2p::{ProtocolKind, ProtocolSpec};
 pub use keep::{Outcome, Settings, keep, once};
+use p2p::{ProtocolKind, ProtocolSpec};
 
 /// The protocol. Peers that are no Sepal servers do not know it.
 ///
@@ -57,7 +57,7 @@ pub(crate) const MAX_TIME: Duration = Duration::from_secs(4);
 /// Received bytes between two answers.
 const ACK_BYTES: u64 = 256 << 10;
 
-/// The protocol with its bounds, for [`hivemind::p2p::P2pConfig::protocols`].
+/// The protocol with its bounds, for [`p2p::P2pConfig::protocols`].
 #[must_use]
 pub fn protocol() -> ProtocolSpec {
     ProtocolSpec {

@@ -21,13 +21,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::select_ok;
 use futures::stream::{FuturesUnordered, StreamExt};
-use hivemind::names;
-use hivemind::p2p::{
+use p2p::{
     Introduction, Keypair, Multiaddr, P2p, P2pConfig, PeerId, Protocol, ProtocolKind, ProtocolSpec,
     Traversal,
 };
-use hivemind::wire::messages::{NodeInfo, PingRequest, PingResponse};
 use prost::Message;
+use swarm::names;
+use swarm::wire::messages::{NodeInfo, PingRequest, PingResponse};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};

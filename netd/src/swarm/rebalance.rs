@@ -9,13 +9,13 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::view::{self, BlockServers, ServerSpan};
-use hivemind::wire::records::ServerState;
 use rand::Rng;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use shared::block::Span;
+use swarm::dht::driver::Dht;
+use swarm::view::{self, BlockServers, ServerSpan};
+use swarm::wire::records::ServerState;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -232,9 +232,9 @@ pub fn range(span: Span) -> Range<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::wire::records::ServerInfo;
     use proptest::prelude::*;
     use rand::seq::SliceRandom;
+    use swarm::wire::records::ServerInfo;
 
     fn span(start: u32, end: u32) -> Span {
         Span::new(start, end).unwrap()

@@ -9,12 +9,12 @@
 
 use super::placement::steady::Rebalancer;
 use super::placement::{Decision, best_start_without, should_choose_other_blocks};
-use hivemind::view::ServerSpan;
-use hivemind::wire::records::{ServerInfo, ServerState};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::collections::VecDeque;
 use std::time::Duration;
+use swarm::view::ServerSpan;
+use swarm::wire::records::{ServerInfo, ServerState};
 
 const BLOCKS: usize = 80;
 const SERVERS: usize = 100;

@@ -4,10 +4,10 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
-use hivemind::wire::messages::Tensor;
-use hivemind::wire::resumption::Secret;
+use p2p::PeerId;
 use shared::job::MAX_ROWS;
+use swarm::wire::messages::Tensor;
+use swarm::wire::resumption::Secret;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tracing::debug;

@@ -1,10 +1,10 @@
 //! One step of a session: computed once, from whichever copy comes first.
 
 use bytes::Bytes;
-use hivemind::wire::messages::{Compression, ExpertResponse, Tensor};
-use hivemind::wire::step_times::StepTimes;
 use shared::job::WorkKind;
 use shared::shm::board::Trouble;
+use swarm::wire::messages::{Compression, ExpertResponse, Tensor};
+use swarm::wire::step_times::StepTimes;
 use tracing::debug;
 
 use super::copies::is_same;

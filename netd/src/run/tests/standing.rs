@@ -1,7 +1,7 @@
 //! What is known of this server's speed and of how it is reached, from the first record to a
 //! changed one.
 
-use hivemind::p2p::P2p;
+use p2p::P2p;
 use shared::config::Throughput;
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
 use tokio::sync::oneshot;

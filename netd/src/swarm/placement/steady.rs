@@ -17,9 +17,9 @@ use super::{
     Decision, EPSILON, MoveReason, StayReason, Swarm, best_start_without, block_throughput,
     lexicographic, should_choose_other_blocks,
 };
-use hivemind::view::ServerSpan;
 use rand::Rng;
 use std::time::Duration;
+use swarm::view::ServerSpan;
 
 /// Wait for each server that would help more.
 const WAIT_PER_SERVER: Duration = Duration::from_secs(2);
@@ -183,9 +183,9 @@ fn helps_alone(me: &str, spans: &[ServerSpan], block_count: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::wire::records::{ServerInfo, ServerState};
     use rand::SeedableRng;
     use rand::rngs::StdRng;
+    use swarm::wire::records::{ServerInfo, ServerState};
 
     const SECOND: Duration = Duration::from_secs(1);
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
-use hivemind::p2p::{CallError, P2p, PeerId, RpcStream, Scope};
+use p2p::{CallError, P2p, PeerId, RpcStream, Scope};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
 
@@ -69,7 +69,7 @@ async fn candidates(p2p: &P2p, known: Vec<PeerId>) -> Option<(Scope, Vec<PeerId>
 
 async fn own_ips(p2p: &P2p) -> Vec<std::net::IpAddr> {
     let addrs = p2p.listen_addrs().await;
-    addrs.iter().filter_map(hivemind::p2p::ip_of).collect()
+    addrs.iter().filter_map(p2p::ip_of).collect()
 }
 
 /// Where a connected peer is seen at; `None` if it is not connected directly. Another process of

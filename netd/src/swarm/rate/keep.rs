@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::p2p::P2p;
+use p2p::P2p;
 use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use swarm::dht::driver::Dht;
 use tokio::task::spawn_blocking;
 use tracing::{debug, warn};
 

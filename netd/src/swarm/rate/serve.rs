@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use hivemind::p2p::{InboundReader, InboundStream, InboundWriter, P2p, PeerId};
+use p2p::{InboundReader, InboundStream, InboundWriter, P2p, PeerId};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};

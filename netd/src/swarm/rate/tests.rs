@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use hivemind::dht::driver::{Dht, DhtConfig};
-use hivemind::dht::storage::StorageLimits;
-use hivemind::p2p::{
+use p2p::{
     CallError, Inbound, Keypair, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec, Traversal,
 };
 use shared::network::{Link, RateFile, RateSource};
+use swarm::dht::driver::{Dht, DhtConfig};
+use swarm::dht::storage::StorageLimits;
 use tokio::sync::mpsc;
 
 use super::serve::Counterpart;

@@ -1,7 +1,7 @@
 //! Real nodes on loopback ask each other whether they can be dialled.
 
 use super::*;
-use hivemind::p2p::Inbound;
+use p2p::Inbound;
 use std::net::TcpListener;
 use tokio::net::TcpSocket;
 use tokio::sync::mpsc;

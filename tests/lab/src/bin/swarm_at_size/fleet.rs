@@ -12,13 +12,13 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
-use hivemind::view::ServerSpan;
-use hivemind::wire::records::{ServerInfo, ServerState};
 use netd::swarm::placement::steady::{Rebalancer, patience};
 use netd::swarm::placement::{Decision, best_start_without, should_choose_other_blocks};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
+use swarm::view::ServerSpan;
+use swarm::wire::records::{ServerInfo, ServerState};
 
 use crate::population::{BLOCKS, Machine};
 use crate::routing::{Directory, Record};
