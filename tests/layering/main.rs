@@ -88,7 +88,20 @@ const TEST_EDGES: &[(&str, &str)] = &[
 const ONLY_IN: &[(&str, &[&str])] = &[
     // In prepare only under `hub`, whose library needs a reactor.
     // The root package has channels of tokio alone, for the programs that host a server.
-    ("tokio", &["p2p", "swarm", "netd", "client", "gateway", "prepare", "sepal", "lab"]),
+    (
+        "tokio",
+        &[
+            "resource-manager",
+            "p2p",
+            "swarm",
+            "netd",
+            "client",
+            "gateway",
+            "prepare",
+            "sepal",
+            "lab",
+        ],
+    ),
     ("libp2p", &["p2p", "resource-manager"]),
     ("cudarc", &["kernels"]),
 ];

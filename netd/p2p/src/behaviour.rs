@@ -13,14 +13,18 @@ use libp2p::{
     swarm::{NetworkBehaviour, behaviour::toggle::Toggle, dial_opts::DialOpts},
     tls, upnp,
 };
+use resource_manager::{
+    addresses::{Scope, ip_of},
+    connection_limits::{self, Places},
+    dials::DialGate,
+    upload::UploadLimit,
+};
 use tokio::sync::mpsc;
 
 use super::{
-    addresses::{Scope, ip_of, peer_of},
+    addresses::peer_of,
     config::{P2pConfig, Traversal},
-    dials::DialGate,
     error::P2pError,
-    gate::{self, Places},
     limits::{
         CONNECTION_TIMEOUT, IDLE_CONNECTION_TIMEOUT, InboundLimits, MAX_CIRCUIT_BYTES,
         MAX_CIRCUIT_DURATION, MAX_CIRCUITS, MAX_CIRCUITS_PER_PEER, MAX_NEGOTIATING_STREAMS,
@@ -32,7 +36,6 @@ use super::{
     serve::Inbound,
     traffic::Traffic,
     transport::transport,
-    upload::UploadLimit,
 };
 
 /// How the node introduces itself.
@@ -43,7 +46,7 @@ const PROTOCOL_VERSION: &str = "/sepal/1";
 /// Everything the swarm runs.
 #[derive(NetworkBehaviour)]
 pub(super) struct NodeBehaviour {
-    gate: gate::Behaviour,
+    connection_limits: connection_limits::Behaviour,
     pub identify: identify::Behaviour,
     pub ping: ping::Behaviour,
     pub kad: PeerRouting,
@@ -65,8 +68,9 @@ pub(super) fn swarm(
 ) -> Result<Swarm<NodeBehaviour>, P2pError> {
     let make = |key: &Keypair, relay_client: relay::client::Behaviour| {
         let rpc = rpc_streams::Behaviour::new(Arc::clone(limits), inbound, Arc::clone(traffic));
-        let gate = gate::Behaviour::new(Arc::clone(limits), places);
-        behaviour(config, key.public(), rpc, relay_client, gate)
+        let peers = Arc::clone(limits.resources().peers());
+        let limits = connection_limits::Behaviour::new(peers, places);
+        behaviour(config, key.public(), rpc, relay_client, limits)
     };
     let through_relays = (noise::Config::new, tls::Config::new);
     let limit = config.max_upload_bytes_per_s.map(UploadLimit::new);
@@ -117,7 +121,7 @@ fn behaviour(
     key: PublicKey,
     rpc: rpc_streams::Behaviour,
     relay_client: relay::client::Behaviour,
-    gate: gate::Behaviour,
+    connection_limits: connection_limits::Behaviour,
 ) -> NodeBehaviour {
     let traversal = config.traversal;
     let peer = key.to_peer_id();
@@ -127,7 +131,7 @@ fn behaviour(
         .with_push_listen_addr_updates(true)
         .with_hide_listen_addrs(!config.announce.is_empty());
     NodeBehaviour {
-        gate,
+        connection_limits,
         identify: identify::Behaviour::new(identify),
         ping: ping::Behaviour::new(
             ping::Config::new().with_interval(PING_PERIOD).with_timeout(PING_PERIOD),

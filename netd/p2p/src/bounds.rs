@@ -1,18 +1,24 @@
 //! The bounds of the node as rows of a table, and those of the protocols that it serves.
 
-use resource_manager::bounds::{Bound, bytes, count, time};
+use resource_manager::{
+    bounds::{Bound, bytes, count, time},
+    circuits::{DEFAULT_RELAY_BYTES_PER_S, RELAY_PART_OF_NETWORK, SAVED},
+    connection_limits::{
+        MAX_CONNECTIONS_PER_NET, MAX_CONNECTIONS_PER_PEER, MAX_PENDING_CONNECTIONS_PER_KNOWN_NET,
+        MAX_PENDING_CONNECTIONS_PER_NET, MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND,
+        MAX_RESERVED_PER_NET, Places, RESERVED_PENDING,
+    },
+    dials::{MAX_PORTS_PER_NET, MAX_PORTS_PER_PEER, MAX_TARGETS, MEMORY as DIAL_MEMORY},
+    first_byte::FIRST_BYTE_TIMEOUT,
+    memory::{FIRST_WINDOW_BYTES, GROWTH_BYTES, UNARY_BYTES, WINDOW_BYTES},
+    peerstore::{
+        MAX_KNOWN_SERVERS, MAX_SESSION_PEERS, MAX_SESSION_PEERS_PER_NET, SESSION_PEER_MEMORY,
+    },
+    pools::PoolBounds,
+};
 
 use super::{
-    circuits::{DEFAULT_RELAY_BYTES_PER_S, RELAY_PART_OF_NETWORK, SAVED},
-    config::ProtocolSpec,
-    dials::{MAX_PORTS_PER_NET, MAX_PORTS_PER_PEER, MAX_TARGETS, MEMORY as DIAL_MEMORY},
-    frame::DEFAULT_MAX_FRAME_BYTES,
-    gate::Places,
-    known::{MAX_KNOWN_SERVERS, MAX_SESSION_PEERS, MAX_SESSION_PEERS_PER_NET, SESSION_PEER_MEMORY},
-    limits::*,
-    memory::{FIRST_WINDOW_BYTES, GROWTH_BYTES, UNARY_BYTES, WINDOW_BYTES},
-    muxer::MAX_ARRIVED,
-    pools::PoolBounds,
+    config::ProtocolSpec, frame::DEFAULT_MAX_FRAME_BYTES, limits::*, muxer::MAX_ARRIVED,
     unary::MAX_UNARY_BYTES,
 };
 

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use libp2p::{Multiaddr, identity::Keypair};
-
-use super::addresses::Scope;
+use resource_manager::addresses::Scope;
 
 /// What a node is to be.
 #[derive(Clone, Debug)]

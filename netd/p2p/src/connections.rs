@@ -3,11 +3,14 @@
 use std::{collections::HashMap, net::IpAddr};
 
 use libp2p::{Multiaddr, PeerId, core::ConnectedPoint, swarm::ConnectionId};
+use resource_manager::{
+    addresses::{Scope, ip_of, scope},
+    peerstore::Standing,
+};
 use tokio::time::Instant;
 
 use super::{
-    addresses::{Scope, ip_of, is_dialable, scope, without_peer},
-    known::Standing,
+    addresses::{is_dialable, without_peer},
     limits::{
         CROWDED_ABOVE_CONNECTIONS, CROWDED_GRACE, MAX_ADDRESSES_PER_PEER, TRIM_ABOVE_CONNECTIONS,
         TRIM_GRACE,

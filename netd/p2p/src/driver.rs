@@ -17,6 +17,7 @@ use libp2p::{
     swarm::{ConnectionId, SwarmEvent},
     upnp,
 };
+use resource_manager::addresses::ip_of;
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{Instant, interval_at, timeout},
@@ -24,7 +25,7 @@ use tokio::{
 use tracing::{debug, info, warn};
 
 use super::{
-    addresses::{ip_of, is_public, is_relayed, peer_of, without_peer},
+    addresses::{is_public, is_relayed, peer_of, without_peer},
     behaviour::{NodeBehaviour, NodeBehaviourEvent, dial_address},
     config::Traversal,
     connections::{Connections, Introduction},
@@ -206,7 +207,7 @@ impl Driver {
                 },
                 _ = redial.tick() => {
                     self.redial_initial_peers();
-                    self.limits.known().sweep(Instant::now());
+                    self.limits.resources().peers().sweep(Instant::now());
                     self.trim();
                 }
                 _ = relays.tick() => self.reserve(),
@@ -332,7 +333,7 @@ impl Driver {
         if !endpoint.is_relayed()
             && let Some(ip) = ip_of(endpoint.get_remote_address())
         {
-            self.limits.nets().connected(peer, ip);
+            self.limits.resources().nets().connected(peer, ip);
         }
         self.note_reached(endpoint);
         for initial in &mut self.initial_peers {
@@ -355,7 +356,7 @@ impl Driver {
         self.connections.closed(connection);
         self.show_peers();
         if !self.swarm.is_connected(&peer) {
-            self.limits.nets().gone(&peer);
+            self.limits.resources().nets().gone(&peer);
             self.introductions.retain(|(waiting, _)| *waiting != peer);
             for initial in &mut self.initial_peers {
                 initial.lost |= initial.peer == Some(peer);
@@ -491,7 +492,7 @@ impl Driver {
                 || self.calls.under_way(peer)
                 || self.initial_peers.iter().any(|initial| initial.peer == Some(*peer))
         };
-        let standing = |peer: &PeerId| self.limits.known().standing(peer);
+        let standing = |peer: &PeerId| self.limits.resources().peers().standing(peer);
         let surplus = self.connections.surplus(Instant::now(), is_used, standing);
         for id in surplus {
             debug!(?id, "too many connections, closing an idle one");

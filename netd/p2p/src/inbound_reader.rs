@@ -6,14 +6,16 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt, ReadHalf};
 use libp2p::PeerId;
+use resource_manager::{
+    memory::Purpose,
+    pools::{Ask, Reservation},
+};
 use tokio::time::timeout;
 
 use super::{
     error::InboundError,
     frame::{Frame, FrameError, FrameReader, READ_AHEAD_BYTES},
     limits::{FRAME_STALL_TIMEOUT, InboundLimits, LEAST_FRAME_BYTES},
-    memory::Purpose,
-    pools::{Ask, Reservation},
     traffic::Stream,
 };
 
@@ -91,7 +93,7 @@ impl InboundReader {
     /// Reserves bytes for everything that is still to come: frames are not counted any more. Waits for
     /// room, with nothing else of this purpose held.
     pub async fn reserve(&mut self, bytes: usize) -> Reservation {
-        let reservation = self.limits.ask(self.purpose, self.peer, bytes).await;
+        let reservation = self.limits.resources().ask(self.purpose, self.peer, bytes).await;
         self.is_reserved = true;
         reservation
     }
@@ -126,7 +128,7 @@ impl InboundReader {
         if self.is_reserved || self.held.is_some() || bytes <= uncounted(self.purpose) {
             return;
         }
-        let ask = || self.limits.ask(self.purpose, self.peer, bytes);
+        let ask = || self.limits.resources().ask(self.purpose, self.peer, bytes);
         self.held = Some(self.asked.get_or_insert_with(ask).await);
         self.asked = None;
     }
@@ -139,7 +141,7 @@ impl InboundReader {
             if let Ok(frame) = read {
                 return frame.map_err(|error| self.broken(error));
             }
-            let others_wait = self.limits.memory().of(self.purpose).someone_waits();
+            let others_wait = self.limits.resources().memory().of(self.purpose).someone_waits();
             let least = match (self.is_reserved || self.held.is_some(), others_wait) {
                 (false, _) => 0,
                 (true, false) => 1,

@@ -24,59 +24,51 @@ mod addresses;
 mod behaviour;
 mod bounds;
 mod call;
-mod circuits;
 mod config;
 mod connections;
-mod dials;
 mod driver;
 mod error;
-mod first_byte;
 mod frame;
 #[cfg(test)]
 mod fuzz;
-mod gate;
 pub mod identity;
 mod inbound_reader;
-mod known;
 mod limits;
-mod memory;
 mod messages;
 mod muxer;
-mod nets;
 mod node;
 mod peer_routing;
-mod pools;
 mod reach;
 mod relays;
 mod rpc_streams;
 mod serve;
-mod steady;
 pub mod task;
 #[cfg(test)]
 mod tests;
 mod traffic;
 mod transport;
 mod unary;
-mod upload;
 
 pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
+pub use resource_manager::{
+    addresses::{Scope, ip_of},
+    circuits::RELAY_PART_OF_NETWORK,
+    memory::Purpose,
+    nets::Net,
+    peerstore::SessionMark,
+    pools::Reservation,
+};
 
 pub use self::{
-    addresses::{Scope, ip_of},
     bounds::{bounds, of_protocols},
     call::RpcStream,
-    circuits::RELAY_PART_OF_NETWORK,
     config::{P2pConfig, ProtocolKind, ProtocolSpec, Traversal},
     connections::Introduction,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
     inbound_reader::{InboundReader, Received},
-    known::SessionMark,
     limits::InboundFigures,
-    memory::Purpose,
-    nets::Net,
     node::P2p,
-    pools::Reservation,
     serve::{Inbound, InboundStream, InboundWriter, UnaryResponder},
     traffic::{PathFigures, TrafficFigures},
     unary::MAX_UNARY_BYTES,

@@ -1,5 +1,5 @@
-//! Every bound of the node that is not part of a [`ProtocolSpec`], and the counting of inbound RPC
-//! streams.
+//! Every bound of the node that is neither part of a [`ProtocolSpec`] nor of the [`ResourceManager`],
+//! and what becomes of inbound RPC streams beyond theirs.
 
 use std::{
     collections::HashMap,
@@ -8,29 +8,13 @@ use std::{
 };
 
 use libp2p::PeerId;
-
-use super::{
-    circuits::CircuitRates,
-    config::{ProtocolKind, ProtocolSpec},
-    known::Known,
-    memory::{Purpose, RequestMemory},
-    nets::Nets,
-    pools::Ask,
+use resource_manager::{
+    ResourceManager,
+    streams::{StreamBounds, StreamPermit},
 };
 
-/// Connections in total. p2pd trims its own at 512.
-pub(super) const MAX_CONNECTIONS: usize = 1024;
-/// Inbound connections; the rest is kept for ours.
-pub(super) const MAX_INBOUND_CONNECTIONS: usize = 768;
-/// The last inbound connections: for peers with a session alone.
-pub(super) const RESERVED_FOR_SESSIONS: usize = 64;
-/// The last inbound connections before those: for peers with a session and known servers.
-pub(super) const RESERVED_FOR_SERVERS: usize = 64;
-/// Reserved connections of one public IP net, also beyond [`MAX_CONNECTIONS_PER_NET`]: sessions and
-/// records of servers are cheap to those who want to fill the reserve.
-pub(super) const MAX_RESERVED_PER_NET: usize = 16;
-/// Connections with one peer: both sides may dial at once, over several addresses.
-pub(super) const MAX_CONNECTIONS_PER_PEER: usize = 8;
+use super::config::{ProtocolKind, ProtocolSpec};
+
 /// With more connections than this, idle ones are closed. The same number as in p2pd.
 pub(super) const TRIM_ABOVE_CONNECTIONS: usize = 512;
 /// A younger connection is not closed: its peer may be about to use it. As in p2pd.
@@ -38,19 +22,6 @@ pub(super) const TRIM_GRACE: Duration = Duration::from_secs(120);
 /// How often a connection is probed, and how long an answer may take: a dead machine says nothing,
 /// and a slow link may have megabytes queued before the probe.
 pub(super) const PING_PERIOD: Duration = Duration::from_secs(30);
-/// Our own dials under way.
-pub(super) const MAX_PENDING_OUTBOUND: usize = 128;
-/// Inbound connections in their handshake: silent ones stay for [`FIRST_BYTE_TIMEOUT`], some KiB
-/// each, and a hundred new ones a second must leave the others in.
-pub(super) const MAX_PENDING_INBOUND: usize = 1536;
-/// The last of them: for IP nets of peers with a session.
-pub(super) const RESERVED_PENDING: usize = 128;
-/// Inbound connections in their handshake of one public IP net.
-pub(super) const MAX_PENDING_CONNECTIONS_PER_NET: usize = 48;
-/// The same where a peer with a session is or was.
-pub(super) const MAX_PENDING_CONNECTIONS_PER_KNOWN_NET: usize = 96;
-/// Inbound connections of one public IP net: clients behind one NAT share it.
-pub(super) const MAX_CONNECTIONS_PER_NET: usize = 128;
 /// With more connections than this, young ones are closed, too.
 pub(super) const CROWDED_ABOVE_CONNECTIONS: usize = 576;
 /// The age from which a connection is closed when it is crowded.
@@ -61,8 +32,6 @@ pub(super) const MAX_NEGOTIATING_STREAMS: usize = 128;
 pub(super) const NEGOTIATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// TCP, security and muxer handshake of one connection.
 pub(super) const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// An inbound connection must say something by then: whoever dials speaks first.
-pub(super) const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a connection without streams is kept: DHT traffic is sporadic, re-dialling costs a
 /// lookup.
 pub(super) const IDLE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -157,23 +126,18 @@ pub struct InboundFigures {
     pub bad_records: u64,
 }
 
-/// Counts inbound RPC streams per protocol, and per protocol and peer.
+/// The bounds of a node on what peers send: its protocols, what they may hold, and what was refused.
 #[derive(Debug)]
 pub(super) struct InboundLimits {
     protocols: Box<[ProtocolSpec]>,
-    counts: Mutex<Counts>,
-    nets: Nets,
-    known: Arc<Known>,
-    memory: RequestMemory,
-    circuits: Arc<CircuitRates>,
+    refusals: Mutex<Refusals>,
+    resources: ResourceManager,
 }
 
 #[derive(Debug, Default)]
-struct Counts {
-    total: HashMap<&'static str, usize>,
+struct Refusals {
     withdrawn: Vec<&'static str>,
     figures: InboundFigures,
-    per_peer: HashMap<(PeerId, &'static str), usize>,
 }
 
 impl InboundLimits {
@@ -181,44 +145,21 @@ impl InboundLimits {
     pub(super) fn new(protocols: Vec<ProtocolSpec>, memory: u64) -> Arc<Self> {
         Arc::new(Self {
             protocols: protocols.into(),
-            counts: Mutex::default(),
-            nets: Nets::default(),
-            known: Arc::default(),
-            memory: RequestMemory::new(memory),
-            circuits: Arc::default(),
+            refusals: Mutex::default(),
+            resources: ResourceManager::new(memory),
         })
     }
 
     /// The names that are offered to peers.
     pub(super) fn names(&self) -> Vec<&'static str> {
-        let counts = self.lock();
+        let refusals = self.lock();
         let names = self.protocols.iter().map(|spec| spec.name);
-        names.filter(|name| !counts.withdrawn.contains(name)).collect()
+        names.filter(|name| !refusals.withdrawn.contains(name)).collect()
     }
 
-    /// How fast circuits of others are.
-    pub(super) fn circuits(&self) -> &Arc<CircuitRates> {
-        &self.circuits
-    }
-
-    /// Asks for bytes for what a peer sends.
-    pub(super) fn ask(&self, purpose: Purpose, peer: PeerId, bytes: usize) -> Ask {
-        self.memory.of(purpose).ask(peer, self.nets.of(&peer), bytes)
-    }
-
-    /// Bytes that requests hold.
-    pub(super) fn memory(&self) -> &RequestMemory {
-        &self.memory
-    }
-
-    /// Where connected peers are.
-    pub(super) fn nets(&self) -> &Nets {
-        &self.nets
-    }
-
-    /// Peers that matter more than others.
-    pub(super) fn known(&self) -> &Arc<Known> {
-        &self.known
+    /// What peers hold of this node.
+    pub(super) fn resources(&self) -> &ResourceManager {
+        &self.resources
     }
 
     /// What was refused so far.
@@ -251,25 +192,17 @@ impl InboundLimits {
         name: &'static str,
     ) -> Option<(ProtocolKind, Permit)> {
         let spec = self.protocols.iter().find(|spec| spec.name == name)?;
-        let mut counts = self.lock();
-        let total = counts.total.get(name).copied().unwrap_or(0);
-        let of_peer = counts.per_peer.get(&(peer, name)).copied().unwrap_or(0);
-        if total >= spec.max_inbound_total || of_peer >= spec.max_inbound_per_peer {
-            counts.figures.too_many += 1;
-            return None;
+        let bounds =
+            StreamBounds { per_peer: spec.max_inbound_per_peer, total: spec.max_inbound_total };
+        let admitted = self.resources.streams().admit(peer, name, bounds);
+        if admitted.is_none() {
+            self.count(|figures| figures.too_many += 1);
         }
-        counts.total.insert(name, total + 1);
-        counts.per_peer.insert((peer, name), of_peer + 1);
-        Some((spec.kind, Permit { limits: Arc::clone(self), peer, name }))
+        Some((spec.kind, Permit { limits: Arc::clone(self), _counted: admitted? }))
     }
 
-    /// Whether any stream of this peer is being served.
-    pub(super) fn serves(&self, peer: &PeerId) -> bool {
-        self.lock().per_peer.keys().any(|(served, _)| served == peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Refusals> {
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -277,30 +210,13 @@ impl InboundLimits {
 #[derive(Debug)]
 pub(super) struct Permit {
     limits: Arc<InboundLimits>,
-    peer: PeerId,
-    name: &'static str,
+    _counted: StreamPermit,
 }
 
 impl Permit {
     /// Where it counts.
     pub(super) fn limits(&self) -> &Arc<InboundLimits> {
         &self.limits
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        let mut counts = self.limits.lock();
-        if let Some(total) = counts.total.get_mut(self.name) {
-            *total = total.saturating_sub(1);
-        }
-        let key = (self.peer, self.name);
-        let left = counts.per_peer.get(&key).copied().unwrap_or(0).saturating_sub(1);
-        if left == 0 {
-            counts.per_peer.remove(&key);
-        } else {
-            counts.per_peer.insert(key, left);
-        }
     }
 }
 
@@ -351,28 +267,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_bounds_hold_and_dropped_permits_are_free_again() {
-        let limits = InboundLimits::new(
-            vec![ProtocolSpec {
-                name: "a",
-                kind: ProtocolKind::Unary,
-                max_inbound_per_peer: 2,
-                max_inbound_total: 3,
-            }],
-            1 << 20,
-        );
-        let (one, two) = (PeerId::random(), PeerId::random());
-        assert!(!limits.serves(&one));
-        let first = limits.admit(one, "a").expect("free");
-        assert!(limits.serves(&one));
-        let _second = limits.admit(one, "a").expect("free");
-        assert!(limits.admit(one, "a").is_none(), "third of one peer");
-        let _third = limits.admit(two, "a").expect("another peer");
-        assert!(limits.admit(two, "a").is_none(), "fourth in total");
-        assert!(limits.admit(two, "b").is_none(), "unknown protocol");
+    fn streams_beyond_the_bounds_are_refused_and_counted() {
+        let (name, kind) = ("a", ProtocolKind::Unary);
+        let spec = ProtocolSpec { name, kind, max_inbound_per_peer: 1, max_inbound_total: 2 };
+        let (limits, peer) = (InboundLimits::new(vec![spec], 1 << 20), PeerId::random());
+        let first = limits.admit(peer, "a").expect("free");
+        assert!(limits.admit(peer, "a").is_none(), "second of one peer");
+        assert!(limits.admit(peer, "b").is_none(), "unknown protocol");
+        assert_eq!(limits.figures().too_many, 1);
         drop(first);
-        assert!(limits.admit(two, "a").is_some());
-        assert_eq!(limits.lock().per_peer.len(), 2, "the admission of the last line is dropped");
+        assert!(limits.admit(peer, "a").is_some());
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //!          └─ Substream, read and written by the tasks of the RPCs
 //! ```
 //!
-//! Each stream that a peer opens counts with its first window in the pools of the peer, its net and the process ([`super::memory`]).
+//! Each stream that a peer opens counts with its first window in the pools of the peer, its net and the process ([`resource_manager::memory`]).
 //! What windows grow by counts there, too, and all windows of a connection together grow by no more than
 //! [`MAX_WINDOW_GROWTH_BYTES`](super::limits::MAX_WINDOW_GROWTH_BYTES).
 
@@ -40,15 +40,15 @@ use libp2p::{
         upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade},
     },
 };
-
-use super::{
+use resource_manager::{
     circuits::{Pace, Relayed},
-    limits::InboundLimits,
     memory::{FIRST_WINDOW_BYTES, Purpose},
     nets::Net,
     pools::Reservation,
     upload::{Limited, UploadLimit},
 };
+
+use super::limits::InboundLimits;
 use link::{Link, Received};
 use streams::Streams;
 use substream::Shared;
@@ -81,7 +81,7 @@ pub(super) struct Quota {
 
 impl Quota {
     fn admit(&self) -> Option<Reservation> {
-        let pools = self.limits.memory().of(Purpose::Window);
+        let pools = self.limits.resources().memory().of(Purpose::Window);
         let admitted = pools.try_reserve(self.peer, self.net, FIRST_WINDOW_BYTES);
         if admitted.is_none() {
             self.limits.count(|figures| figures.too_many += 1);
@@ -91,12 +91,12 @@ impl Quota {
 
     /// Circuits that the peer opens are paced.
     fn relayed(&self) -> Relayed {
-        Relayed { rates: Arc::clone(self.limits.circuits()), peer: self.peer }
+        Relayed { rates: Arc::clone(self.limits.resources().circuits()), peer: self.peer }
     }
 
     /// Bytes by which a window may grow; `None` if there is no room.
     fn grow(&self, bytes: usize) -> Option<Reservation> {
-        self.limits.memory().of(Purpose::Growth).try_reserve(self.peer, self.net, bytes)
+        self.limits.resources().memory().of(Purpose::Growth).try_reserve(self.peer, self.net, bytes)
     }
 }
 

@@ -4,6 +4,13 @@ use std::{collections::HashSet, net::TcpListener, sync::Arc};
 
 use futures::future::BoxFuture;
 use libp2p::{Multiaddr, PeerId, Swarm, core::transport::ListenerId};
+use resource_manager::{
+    addresses::socket_addr,
+    connection_limits::Places,
+    nets::Net,
+    peerstore::{SessionMark, Standing},
+    pools::Reservation,
+};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
@@ -12,17 +19,13 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    addresses::{is_ip6_wildcard, peer_of, socket_addr},
+    addresses::{is_ip6_wildcard, peer_of},
     behaviour::{self, NodeBehaviour},
     config::P2pConfig,
     connections::Introduction,
     driver::{Command, Driver, DriverParts},
     error::P2pError,
-    gate::Places,
-    known::{SessionMark, Standing},
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
-    nets::Net,
-    pools::Reservation,
     serve::Inbound,
     traffic::{Traffic, TrafficFigures},
 };
@@ -128,36 +131,36 @@ impl P2p {
     /// The IP net that a peer is connected from.
     #[must_use]
     pub fn net_of(&self, peer: &PeerId) -> Net {
-        self.limits.nets().of(peer)
+        self.limits.resources().nets().of(peer)
     }
 
     /// A peer has a session here: when places for connections run out, the last ones are for it, until
     /// some minutes after the mark is dropped.
     #[must_use]
     pub fn mark_session(&self, peer: PeerId) -> SessionMark {
-        self.limits.known().session(peer, self.net_of(&peer))
+        self.limits.resources().peers().session(peer, self.net_of(&peer))
     }
 
     /// Whether a place is kept for connections of a peer.
     #[must_use]
     pub fn keeps_place_for(&self, peer: &PeerId) -> bool {
-        self.limits.known().standing(peer) > Standing::Stranger
+        self.limits.resources().peers().standing(peer) > Standing::Stranger
     }
 
     /// Replaces the servers that are known: when places for connections run out, some are for them.
     pub fn set_known_servers(&self, servers: impl IntoIterator<Item = PeerId>) {
-        self.limits.known().set_servers(servers);
+        self.limits.resources().peers().set_servers(servers);
     }
 
     /// Makes room for one request of so many bytes, whatever [`P2pConfig::request_memory`] says.
     pub fn make_room_for(&self, bytes: u64) {
-        self.limits.memory().make_room_for(bytes);
+        self.limits.resources().memory().make_room_for(bytes);
     }
 
     /// Counts a step that a peer pushed by a unary call and that is kept; `None` if there is no room.
     #[must_use]
     pub fn keep_push(&self, peer: PeerId, bytes: usize) -> Option<Reservation> {
-        self.limits.memory().keep_push(peer, self.net_of(&peer), bytes)
+        self.limits.resources().memory().keep_push(peer, self.net_of(&peer), bytes)
     }
 
     /// The identity of the node.
@@ -203,7 +206,7 @@ impl P2p {
 
     /// Peers, bytes and circuits; waits for nothing.
     pub fn figures(&self) -> TrafficFigures {
-        self.traffic.figures(self.limits.circuits().carried())
+        self.traffic.figures(self.limits.resources().circuits().carried())
     }
 
     /// Counts records of the DHT that peers sent or keep and that are dropped, beside the RPCs that
@@ -254,7 +257,7 @@ impl P2p {
 
     /// Circuits through this node carry so many bytes per second from now on, all together.
     pub fn relay_at(&self, bytes_per_s: u64) {
-        self.limits.circuits().set(bytes_per_s);
+        self.limits.resources().circuits().set(bytes_per_s);
     }
 
     /// Offers these protocols no more.

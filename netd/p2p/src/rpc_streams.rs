@@ -87,7 +87,7 @@ impl Behaviour {
 
     /// Whether any inbound stream of this peer is being served.
     pub(super) fn serves(&self, peer: &PeerId) -> bool {
-        self.limits.serves(peer)
+        self.limits.resources().streams().has_any_of(peer)
     }
 
     fn handler(&self, peer: PeerId, is_relayed: bool) -> Handler {

@@ -8,6 +8,7 @@ use std::{io::ErrorKind, sync::Arc, time::Duration};
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt, WriteHalf};
 use libp2p::PeerId;
+use resource_manager::{memory::Purpose, pools::Reservation, stall_timeout::StallTimeout};
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout, timeout_at},
@@ -23,9 +24,6 @@ use super::{
         CALLER_END_TIMEOUT, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT,
         WRITE_STALL_TIMEOUT,
     },
-    memory::Purpose,
-    pools::Reservation,
-    steady::Steady,
     traffic::Stream,
     unary::{self, UnaryError},
 };
@@ -66,9 +64,9 @@ pub(super) async fn accept(
     let rpc = match kind {
         ProtocolKind::Unary => {
             let limits = Arc::clone(permit.limits());
-            let reserve = |bytes| limits.ask(Purpose::Unary, peer, bytes);
-            let mut steady = Steady::new(&mut stream, UNARY_STALL_TIMEOUT);
-            let request = unary::read_request(&mut steady, reserve);
+            let reserve = |bytes| limits.resources().ask(Purpose::Unary, peer, bytes);
+            let mut reader = StallTimeout::new(&mut stream, UNARY_STALL_TIMEOUT);
+            let request = unary::read_request(&mut reader, reserve);
             let request = timeout(UNARY_REQUEST_TIMEOUT, request);
             let (request, held) = match request.await {
                 Ok(Ok(request)) => request,

@@ -1,11 +1,6 @@
-//! TCP with security and a multiplexer, behind the [`DialGate`].
+//! TCP with security and a multiplexer, behind a [`DialGate`].
 
-use std::{
-    io,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-};
+use std::{io, sync::Arc};
 
 use futures::{
     FutureExt, TryFutureExt,
@@ -13,27 +8,24 @@ use futures::{
     io::{AsyncRead, AsyncWrite},
 };
 use libp2p::{
-    Multiaddr, PeerId, Transport,
+    PeerId, Transport,
     core::{
         UpgradeInfo,
         muxing::StreamMuxerBox,
-        transport::{Boxed, DialOpts, ListenerId, TransportError, TransportEvent},
         upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade, Version},
     },
     identity::Keypair,
     noise, tcp, tls,
 };
-use tokio::time::Instant;
+use resource_manager::{
+    addresses::ip_of, dials::DialGate, first_byte::FirstByte, gated_transport::GatedTransport,
+    nets::Net, upload::UploadLimit,
+};
 
 use super::{
-    addresses::ip_of,
-    dials::DialGate,
     error::P2pError,
-    first_byte::FirstByte,
     limits::InboundLimits,
     muxer::{Multiplexing, Quota},
-    nets::Net,
-    upload::UploadLimit,
 };
 
 type Made = (PeerId, StreamMuxerBox);
@@ -44,7 +36,7 @@ pub(super) fn transport(
     upload: Option<UploadLimit>,
     limits: Arc<InboundLimits>,
     gate: Arc<DialGate>,
-) -> Result<GatedTransport, P2pError> {
+) -> Result<GatedTransport<Made>, P2pError> {
     let failed = |error: &dyn std::fmt::Display| P2pError::Transport(error.to_string());
     let security = Security {
         noise: noise::Config::new(keypair).map_err(|error| failed(&error))?,
@@ -63,56 +55,7 @@ pub(super) fn transport(
             Multiplexing { upload, quota: Some(Quota { limits, peer: *peer, net }) }
         })
         .boxed();
-    Ok(GatedTransport { inner, gate })
-}
-
-/// Dials what the gate admits.
-pub(super) struct GatedTransport {
-    inner: Boxed<Made>,
-    gate: Arc<DialGate>,
-}
-
-impl Transport for GatedTransport {
-    type Output = Made;
-    type Error = io::Error;
-    type ListenerUpgrade = <Boxed<Made> as Transport>::ListenerUpgrade;
-    type Dial = BoxFuture<'static, io::Result<Made>>;
-
-    fn listen_on(
-        &mut self,
-        id: ListenerId,
-        addr: Multiaddr,
-    ) -> Result<(), TransportError<io::Error>> {
-        self.inner.listen_on(id, addr)
-    }
-
-    fn remove_listener(&mut self, id: ListenerId) -> bool {
-        self.inner.remove_listener(id)
-    }
-
-    fn dial(
-        &mut self,
-        addr: Multiaddr,
-        options: DialOpts,
-    ) -> Result<Self::Dial, TransportError<io::Error>> {
-        let admitted = self.gate.admit(&addr, Instant::now());
-        let attempt =
-            admitted.map_err(|refusal| TransportError::Other(io::Error::other(refusal)))?;
-        let dial = self.inner.dial(addr, options)?;
-        let dial = dial.inspect_ok(|_| {
-            if let Some(attempt) = attempt {
-                attempt.succeeded();
-            }
-        });
-        Ok(dial.boxed())
-    }
-
-    fn poll(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<TransportEvent<Self::ListenerUpgrade, io::Error>> {
-        Pin::new(&mut self.inner).poll(cx)
-    }
+    Ok(GatedTransport::new(inner, gate))
 }
 
 /// Noise or TLS, Noise offered first.

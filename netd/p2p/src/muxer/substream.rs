@@ -8,11 +8,9 @@ use std::{
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
+use resource_manager::{circuits::Pace, pools::Reservation};
 
-use super::{
-    super::{circuits::Pace, pools::Reservation},
-    streams::Streams,
-};
+use super::streams::Streams;
 
 /// The streams of a connection, shared by its task and those of the streams.
 #[derive(Clone, Debug)]

@@ -60,8 +60,8 @@ fn streams_count_for_their_peer_until_they_are_dropped() {
         let limits = InboundLimits::new(Vec::new(), 1 << 20);
         let net = Net::of([5, 6, 7, 8].into());
         let quota = Quota { limits: Arc::clone(&limits), peer: PeerId::random(), net };
-        let pools = limits.memory().of(Purpose::Window);
-        let most = crate::memory::WINDOW_BYTES.peer / FIRST_WINDOW_BYTES;
+        let pools = limits.resources().memory().of(Purpose::Window);
+        let most = resource_manager::memory::WINDOW_BYTES.peer / FIRST_WINDOW_BYTES;
         let held: Vec<_> = (0..most - 3).filter_map(|_| quota.admit()).collect();
         assert_eq!(held.len(), most - 3);
         let arrived = arrivals(&quota, 8).await;
@@ -268,8 +268,8 @@ fn pings_without_end_are_read_no_faster_than_they_are_answered() {
 #[test]
 fn what_windows_grow_by_counts_for_the_peer_until_its_streams_end() {
     let quota = quota();
-    let growth = quota.limits.memory().of(Purpose::Growth);
-    let all = crate::memory::GROWTH_BYTES.peer;
+    let growth = quota.limits.resources().memory().of(Purpose::Growth);
+    let all = resource_manager::memory::GROWTH_BYTES.peer;
     let held = growth.try_reserve(quota.peer, quota.net, all - (1 << 20)).expect("free");
     let mut of_connection = Growth::new(Some(quota.clone()));
     let mut window = window::Window::new(Instant::now());

@@ -16,11 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use resource_manager::pools::Reservation;
+
 use super::{
-    super::{
-        limits::{MAX_WINDOW_GROWTH_BYTES, MAX_WINDOW_GROWTH_OF_STREAM_BYTES},
-        pools::Reservation,
-    },
+    super::limits::{MAX_WINDOW_GROWTH_BYTES, MAX_WINDOW_GROWTH_OF_STREAM_BYTES},
     Quota,
 };
 

@@ -1,7 +1,7 @@
 //! A node that is full of strangers still has a place for those who matter to it.
 
-use super::super::gate::Places;
 use super::*;
+use resource_manager::connection_limits::Places;
 
 /// Six places for everybody, two more for servers, two more for peers with a session.
 const PLACES: Places = Places { total: 40, inbound: 10, for_sessions: 2, for_servers: 2 };

@@ -11,10 +11,9 @@ use libp2p::core::{
     Endpoint, Transport as _,
     transport::{DialOpts, MemoryTransport, PortUse},
 };
+use resource_manager::first_byte::FIRST_BYTE_TIMEOUT;
 
-use super::super::limits::{
-    FIRST_BYTE_TIMEOUT, UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT,
-};
+use super::super::limits::{UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT, WRITE_STALL_TIMEOUT};
 use super::*;
 
 /// A connected pair whose callee answers unary calls and hands out streams.

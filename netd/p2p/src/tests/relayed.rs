@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use crate::circuits::SAVED;
+use resource_manager::circuits::SAVED;
 
 /// An address of its own, to listen on and to announce: a relay has to announce one.
 fn memory_address() -> Multiaddr {

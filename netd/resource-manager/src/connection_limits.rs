@@ -33,22 +33,49 @@ use libp2p::{
     },
 };
 
-pub(super) use counts::Places;
-
-use super::{addresses::ip_of, limits::InboundLimits, nets::Net};
+use super::{addresses::ip_of, nets::Net, peerstore::Peerstore};
 use counts::Counts;
+pub use counts::{Places, Refused};
+
+/// Connections in total. p2pd trims its own at 512.
+pub const MAX_CONNECTIONS: usize = 1024;
+/// Inbound connections; the rest is kept for ours.
+pub const MAX_INBOUND_CONNECTIONS: usize = 768;
+/// The last inbound connections: for peers with a session alone.
+pub const RESERVED_FOR_SESSIONS: usize = 64;
+/// The last inbound connections before those: for peers with a session and known servers.
+pub const RESERVED_FOR_SERVERS: usize = 64;
+/// Reserved connections of one public IP net, also beyond [`MAX_CONNECTIONS_PER_NET`]: sessions and
+/// records of servers are cheap to those who want to fill the reserve.
+pub const MAX_RESERVED_PER_NET: usize = 16;
+/// Connections with one peer: both sides may dial at once, over several addresses.
+pub const MAX_CONNECTIONS_PER_PEER: usize = 8;
+/// Our own dials under way.
+pub const MAX_PENDING_OUTBOUND: usize = 128;
+/// Inbound connections in their handshake: silent ones stay for [`FIRST_BYTE_TIMEOUT`](super::first_byte::FIRST_BYTE_TIMEOUT), some KiB
+/// each, and a hundred new ones a second must leave the others in.
+pub const MAX_PENDING_INBOUND: usize = 1536;
+/// The last of them: for IP nets of peers with a session.
+pub const RESERVED_PENDING: usize = 128;
+/// Inbound connections in their handshake of one public IP net.
+pub const MAX_PENDING_CONNECTIONS_PER_NET: usize = 48;
+/// The same where a peer with a session is or was.
+pub const MAX_PENDING_CONNECTIONS_PER_KNOWN_NET: usize = 96;
+/// Inbound connections of one public IP net: clients behind one NAT share it.
+pub const MAX_CONNECTIONS_PER_NET: usize = 128;
 
 /// Refuses connections and dials that find no place.
 #[derive(Debug)]
-pub(super) struct Behaviour {
+pub struct Behaviour {
     counts: Counts,
-    limits: Arc<InboundLimits>,
+    peers: Arc<Peerstore>,
 }
 
 impl Behaviour {
-    /// `limits` knows which peers matter.
-    pub(super) fn new(limits: Arc<InboundLimits>, places: Places) -> Self {
-        Self { counts: Counts::new(places), limits }
+    /// `peers` knows which ones matter.
+    #[must_use]
+    pub fn new(peers: Arc<Peerstore>, places: Places) -> Self {
+        Self { counts: Counts::new(places), peers }
     }
 }
 
@@ -68,7 +95,7 @@ impl NetworkBehaviour for Behaviour {
         remote: &Multiaddr,
     ) -> Result<(), ConnectionDenied> {
         let net = net_of(remote);
-        let is_known = self.limits.known().has_session_in(net);
+        let is_known = self.peers.has_session_in(net);
         self.counts.admit_pending(id, net, is_known).map_err(ConnectionDenied::new)
     }
 
@@ -79,7 +106,7 @@ impl NetworkBehaviour for Behaviour {
         _: &Multiaddr,
         remote: &Multiaddr,
     ) -> Result<THandler<Self>, ConnectionDenied> {
-        let standing = self.limits.known().standing(&peer);
+        let standing = self.peers.standing(&peer);
         let admitted = self.counts.admit_inbound(id, net_of(remote), peer, standing);
         admitted.map(|()| dummy::ConnectionHandler).map_err(ConnectionDenied::new)
     }

@@ -18,17 +18,17 @@ use tokio::time::Instant;
 use super::nets::Net;
 
 /// Servers of the model that are remembered.
-pub(super) const MAX_KNOWN_SERVERS: usize = 4096;
+pub const MAX_KNOWN_SERVERS: usize = 4096;
 /// Peers that are remembered because of a session.
-pub(super) const MAX_SESSION_PEERS: usize = 1024;
+pub const MAX_SESSION_PEERS: usize = 1024;
 /// The same of one public IP net.
-pub(super) const MAX_SESSION_PEERS_PER_NET: usize = 32;
+pub const MAX_SESSION_PEERS_PER_NET: usize = 32;
 /// How long a peer is remembered after its last session: longer than a client tries to come back.
-pub(super) const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
+pub const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
 
 /// How much a connection with a peer is worth to this node, the least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Standing {
+pub enum Standing {
     /// Nothing is known of the peer.
     Stranger,
     /// The peer announces that it serves blocks of the same model.
@@ -39,14 +39,14 @@ pub(super) enum Standing {
 
 /// The peers that matter.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub struct Peerstore {
     book: Mutex<Book>,
 }
 
 /// An open session of a peer, until it is dropped.
 #[derive(Debug)]
 pub struct SessionMark {
-    known: Arc<Known>,
+    peerstore: Arc<Peerstore>,
     peer: PeerId,
 }
 
@@ -66,15 +66,15 @@ struct SessionPeer {
     idle_since: Instant,
 }
 
-impl Known {
+impl Peerstore {
     /// A peer of `net` opens a session. Beyond the bounds of the set nothing is remembered of it.
-    pub(super) fn session(self: &Arc<Self>, peer: PeerId, net: Net) -> SessionMark {
+    pub fn session(self: &Arc<Self>, peer: PeerId, net: Net) -> SessionMark {
         self.lock().open(peer, net, Instant::now());
-        SessionMark { known: Arc::clone(self), peer }
+        SessionMark { peerstore: Arc::clone(self), peer }
     }
 
     /// Replaces the servers. Where there are too many, those that were known before stay.
-    pub(super) fn set_servers(&self, servers: impl IntoIterator<Item = PeerId>) {
+    pub fn set_servers(&self, servers: impl IntoIterator<Item = PeerId>) {
         let servers: HashSet<PeerId> = servers.into_iter().collect();
         let mut book = self.lock();
         book.servers.retain(|server| servers.contains(server));
@@ -87,7 +87,7 @@ impl Known {
     }
 
     /// What a peer is worth now.
-    pub(super) fn standing(&self, peer: &PeerId) -> Standing {
+    pub fn standing(&self, peer: &PeerId) -> Standing {
         let book = self.lock();
         if book.sessions.contains_key(peer) {
             Standing::Session
@@ -99,12 +99,12 @@ impl Known {
     }
 
     /// Whether a peer with a session was last seen in this net.
-    pub(super) fn has_session_in(&self, net: Net) -> bool {
+    pub fn has_session_in(&self, net: Net) -> bool {
         self.lock().nets.contains_key(&net)
     }
 
     /// Forgets peers whose last session ended [`SESSION_PEER_MEMORY`] ago.
-    pub(super) fn sweep(&self, now: Instant) {
+    pub fn sweep(&self, now: Instant) {
         self.lock().sweep(now);
     }
 
@@ -115,7 +115,7 @@ impl Known {
 
 impl Drop for SessionMark {
     fn drop(&mut self) {
-        self.known.lock().close(&self.peer, Instant::now());
+        self.peerstore.lock().close(&self.peer, Instant::now());
     }
 }
 
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_peer_is_known_while_it_has_a_session_and_for_a_time_after_it() {
-        let (known, peer) = (Arc::<Known>::default(), PeerId::random());
+        let (known, peer) = (Arc::<Peerstore>::default(), PeerId::random());
         assert_eq!(known.standing(&peer), Standing::Stranger);
         let first = known.session(peer, net(1));
         let second = known.session(peer, net(1));
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn sessions_of_one_public_net_make_few_peers_known_and_push_nobody_out() {
-        let (known, other) = (Arc::<Known>::default(), PeerId::random());
+        let (known, other) = (Arc::<Peerstore>::default(), PeerId::random());
         let _other = known.session(other, net(2));
         let peers: Vec<_> = (0..2 * MAX_SESSION_PEERS).map(|_| PeerId::random()).collect();
         for peer in &peers {
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_full_set_forgets_who_is_idle_longest_and_never_who_has_a_session() {
-        let known = Arc::<Known>::default();
+        let known = Arc::<Peerstore>::default();
         let own = Net::of([10, 0, 0, 1].into());
         let (idle, newcomer, refused) = (PeerId::random(), PeerId::random(), PeerId::random());
         drop(known.session(idle, own));
@@ -235,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_flood_of_announced_servers_pushes_none_of_the_known_ones_out() {
-        let (known, server) = (Known::default(), PeerId::random());
+        let (known, server) = (Peerstore::default(), PeerId::random());
         known.set_servers([server]);
         let flood: Vec<_> = (0..2 * MAX_KNOWN_SERVERS).map(|_| PeerId::random()).collect();
         known.set_servers(flood.iter().copied().chain([server]));

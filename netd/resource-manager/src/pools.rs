@@ -24,12 +24,12 @@ use libp2p::PeerId;
 use tokio::sync::oneshot;
 
 use super::nets::Net;
-pub(super) use book::PoolBounds;
+pub use book::PoolBounds;
 use book::{Book, Claim};
 
 /// What is reserved, and who waits. Clones of the [`Arc`] are handles of the same pools.
 #[derive(Debug)]
-pub(super) struct Pools {
+pub struct Pools {
     book: Mutex<Book<oneshot::Sender<()>>>,
 }
 
@@ -42,7 +42,7 @@ pub struct Reservation {
 
 /// An ask for bytes, until it is granted. Dropping it gives up.
 #[derive(Debug)]
-pub(super) struct Ask {
+pub struct Ask {
     pools: Arc<Pools>,
     claim: Claim,
     ticket: u64,
@@ -51,12 +51,12 @@ pub(super) struct Ask {
 }
 
 impl Pools {
-    pub(super) fn new(bounds: PoolBounds) -> Arc<Self> {
+    pub fn new(bounds: PoolBounds) -> Arc<Self> {
         Arc::new(Self { book: Mutex::new(Book::new(bounds)) })
     }
 
     /// Asks for bytes. More than a whole pool counts as the whole of it.
-    pub(super) fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> Ask {
+    pub fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> Ask {
         let (grant, granted) = oneshot::channel();
         let mut book = self.lock();
         let claim = book.claim(peer, net, bytes);
@@ -67,7 +67,7 @@ impl Pools {
     }
 
     /// Reserves now; `None` if there is no room or somebody waits for it.
-    pub(super) fn try_reserve(
+    pub fn try_reserve(
         self: &Arc<Self>,
         peer: PeerId,
         net: Net,
@@ -83,12 +83,12 @@ impl Pools {
     }
 
     /// Whether an ask waits.
-    pub(super) fn someone_waits(&self) -> bool {
+    pub fn someone_waits(&self) -> bool {
         self.lock().someone_waits()
     }
 
     /// Makes room for one request of so many bytes in every pool.
-    pub(super) fn make_room_for(&self, bytes: usize) {
+    pub fn make_room_for(&self, bytes: usize) {
         let mut book = self.lock();
         book.raise(bytes);
         serve(&mut book);
@@ -147,7 +147,7 @@ impl Reservation {
     }
 
     /// Counts so many bytes less, at most all.
-    pub(super) fn shrink(&mut self, bytes: usize) {
+    pub fn shrink(&mut self, bytes: usize) {
         let bytes = bytes.min(self.claim.bytes);
         self.claim.bytes -= bytes;
         let mut book = self.pools.lock();

@@ -5,23 +5,25 @@ use std::{
     io,
     pin::Pin,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
 use libp2p::core::ConnectedPoint;
 use tokio::time::{Sleep, sleep};
 
-use super::limits::FIRST_BYTE_TIMEOUT;
+/// An inbound connection must say something by then: whoever dials speaks first.
+pub const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A connection, and until its first byte has come the deadline for it.
-pub(super) struct FirstByte<C> {
+pub struct FirstByte<C> {
     inner: C,
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
 impl<C> FirstByte<C> {
     /// Connections that this node dialled have no deadline: there it speaks first.
-    pub(super) fn of(inner: C, endpoint: &ConnectedPoint) -> FirstByte<C> {
+    pub fn of(inner: C, endpoint: &ConnectedPoint) -> FirstByte<C> {
         let deadline = endpoint.is_listener().then(|| Box::pin(sleep(FIRST_BYTE_TIMEOUT)));
         FirstByte { inner, deadline }
     }

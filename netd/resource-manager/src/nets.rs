@@ -52,23 +52,23 @@ impl Net {
 
 /// The net of each connected peer: the one of its latest connection.
 #[derive(Debug, Default)]
-pub(super) struct Nets {
+pub struct Nets {
     of: Mutex<HashMap<PeerId, Net>>,
 }
 
 impl Nets {
     /// The net of a peer, [`Net::Unknown`] unless it is connected without a relay.
-    pub(super) fn of(&self, peer: &PeerId) -> Net {
+    pub fn of(&self, peer: &PeerId) -> Net {
         self.lock().get(peer).copied().unwrap_or(Net::Unknown)
     }
 
     /// A peer is connected from `ip`.
-    pub(super) fn connected(&self, peer: PeerId, ip: IpAddr) {
+    pub fn connected(&self, peer: PeerId, ip: IpAddr) {
         self.lock().insert(peer, Net::of(ip));
     }
 
     /// The last connection of a peer is closed.
-    pub(super) fn gone(&self, peer: &PeerId) {
+    pub fn gone(&self, peer: &PeerId) {
         self.lock().remove(peer);
     }
 

@@ -22,13 +22,13 @@ use super::{
 
 /// Bytes of unary requests that are read or not yet answered. One peer may have eight of the
 /// largest at once, an IP net sixteen; more wait unread.
-pub(super) const UNARY_BYTES: PoolBounds = PoolBounds::of(128 << 20);
+pub const UNARY_BYTES: PoolBounds = PoolBounds::of(128 << 20);
 /// The window of a stream at first, by the protocol.
-pub(super) const FIRST_WINDOW_BYTES: usize = 256 << 10;
+pub const FIRST_WINDOW_BYTES: usize = 256 << 10;
 /// First windows of streams that peers open: 4096 streams, 1024 of one peer.
-pub(super) const WINDOW_BYTES: PoolBounds = PoolBounds::of(1 << 30);
+pub const WINDOW_BYTES: PoolBounds = PoolBounds::of(1 << 30);
 /// What windows have grown by: eight connections of one peer with a line of 1 Gbit/s each.
-pub(super) const GROWTH_BYTES: PoolBounds = PoolBounds::of(1 << 30);
+pub const GROWTH_BYTES: PoolBounds = PoolBounds::of(1 << 30);
 
 /// What bytes of a peer are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +51,7 @@ pub enum Purpose {
 
 /// The pools of all purposes.
 #[derive(Debug)]
-pub(super) struct RequestMemory {
+pub struct RequestMemory {
     unary: Arc<Pools>,
     opening: Arc<Pools>,
     steps: Arc<Pools>,
@@ -63,7 +63,7 @@ pub(super) struct RequestMemory {
 
 impl RequestMemory {
     /// Pools of so many bytes in all, those for unary calls apart.
-    pub(super) fn new(bytes: u64) -> Self {
+    pub fn new(bytes: u64) -> Self {
         let quarter = usize::try_from(bytes / 4).unwrap_or(usize::MAX);
         let pools = || Pools::new(PoolBounds::of(quarter));
         let unary = Pools::new(UNARY_BYTES);
@@ -80,7 +80,7 @@ impl RequestMemory {
         }
     }
 
-    pub(super) fn of(&self, purpose: Purpose) -> &Arc<Pools> {
+    pub fn of(&self, purpose: Purpose) -> &Arc<Pools> {
         match purpose {
             Purpose::Unary => &self.unary,
             Purpose::Opening => &self.opening,
@@ -93,7 +93,7 @@ impl RequestMemory {
     }
 
     /// Makes room for one request of so many bytes, whatever the purpose.
-    pub(super) fn make_room_for(&self, bytes: u64) {
+    pub fn make_room_for(&self, bytes: u64) {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         for pools in [&self.opening, &self.steps, &self.pushes, &self.wholes] {
             pools.make_room_for(bytes);
@@ -101,7 +101,7 @@ impl RequestMemory {
     }
 
     /// Counts a step that was pushed by a unary call and is kept; `None` if there is no room.
-    pub(super) fn keep_push(&self, peer: PeerId, net: Net, bytes: usize) -> Option<Reservation> {
+    pub fn keep_push(&self, peer: PeerId, net: Net, bytes: usize) -> Option<Reservation> {
         self.pushes.try_reserve(peer, net, bytes)
     }
 }

@@ -25,13 +25,13 @@ use libp2p::PeerId;
 use super::upload::{Allowance, Share, UploadLimit};
 
 /// What all circuits relay per second until a node is told otherwise: a quarter of 100 Mbit/s.
-pub(super) const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
+pub const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
 /// Circuits get so large a part of the network's speed: a quarter.
 pub const RELAY_PART_OF_NETWORK: u64 = 4;
 
 /// How much unused time circuits make up for. Hidden states come in bursts, a few MB each time that a
 /// client's turn comes to a server; they pass as fast as the network, and on average no more than the rate.
-pub(super) const SAVED: Duration = Duration::from_secs(10);
+pub const SAVED: Duration = Duration::from_secs(10);
 
 /// The protocol of a circuit, from the peer that asks for it.
 const HOP: &[u8] = b"/libp2p/circuit/relay/0.2.0/hop\n";
@@ -42,7 +42,7 @@ const NOT_AVAILABLE: &[u8] = b"na\n";
 
 /// The rate of all circuits of a node, and who uses it.
 #[derive(Debug)]
-pub(super) struct CircuitRates {
+pub struct CircuitRates {
     bytes_per_s: AtomicU64,
     /// What circuits have carried, both directions.
     carried: AtomicU64,
@@ -69,7 +69,7 @@ impl Default for CircuitRates {
 
 impl CircuitRates {
     /// All circuits together relay so many bytes per second from now on.
-    pub(super) fn set(&self, bytes_per_s: u64) {
+    pub fn set(&self, bytes_per_s: u64) {
         self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
         let users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(limit) = &users.limit {
@@ -78,7 +78,7 @@ impl CircuitRates {
     }
 
     /// Bytes that circuits have carried, both directions together.
-    pub(super) fn carried(&self) -> u64 {
+    pub fn carried(&self) -> u64 {
         self.carried.load(Ordering::Relaxed)
     }
 
@@ -103,14 +103,14 @@ impl CircuitRates {
 
 /// Whose circuits are paced, and by what.
 #[derive(Clone, Debug)]
-pub(super) struct Relayed {
-    pub(super) rates: Arc<CircuitRates>,
-    pub(super) peer: PeerId,
+pub struct Relayed {
+    pub rates: Arc<CircuitRates>,
+    pub peer: PeerId,
 }
 
 /// The pace of one stream that a peer opened.
 #[derive(Debug)]
-pub(super) enum Pace {
+pub enum Pace {
     /// No protocol is agreed on yet.
     Negotiating(Relayed, Answers),
     /// It is no circuit.
@@ -120,7 +120,7 @@ pub(super) enum Pace {
 
 /// Reads and writes of a circuit.
 #[derive(Debug)]
-pub(super) struct Circuit {
+pub struct Circuit {
     rates: Arc<CircuitRates>,
     reads: Allowance,
     writes: Allowance,
@@ -149,12 +149,12 @@ impl Circuit {
 
 impl Pace {
     /// That of a stream whose protocol is not agreed on yet; nobody's are paced without `relayed`.
-    pub(super) fn of(relayed: Option<Relayed>) -> Pace {
+    pub fn of(relayed: Option<Relayed>) -> Pace {
         relayed.map_or(Pace::Free, |relayed| Pace::Negotiating(relayed, Answers::default()))
     }
 
     /// Bytes that may be read now, of `wanted`.
-    pub(super) fn poll_read(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
+    pub fn poll_read(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
         match self {
             Pace::Circuit(circuit) => circuit.reads.poll_grant(cx, wanted),
             Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
@@ -162,14 +162,14 @@ impl Pace {
     }
 
     /// So many bytes were read.
-    pub(super) fn read(&mut self, bytes: usize) {
+    pub fn read(&mut self, bytes: usize) {
         if let Pace::Circuit(circuit) = self {
             circuit.read(bytes);
         }
     }
 
     /// Bytes that may be written now, of `wanted`.
-    pub(super) fn poll_write(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
+    pub fn poll_write(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<usize> {
         match self {
             Pace::Circuit(circuit) => circuit.writes.poll_grant(cx, wanted),
             Pace::Free | Pace::Negotiating(..) => Poll::Ready(wanted),
@@ -177,7 +177,7 @@ impl Pace {
     }
 
     /// These bytes were written.
-    pub(super) fn wrote(&mut self, bytes: &[u8]) {
+    pub fn wrote(&mut self, bytes: &[u8]) {
         let (relayed, is_hop) = match self {
             Pace::Free => return,
             Pace::Circuit(circuit) => return circuit.wrote(bytes.len()),
@@ -195,7 +195,7 @@ impl Pace {
 
 /// What this node has answered on a stream, up to the protocol.
 #[derive(Debug, Default)]
-pub(super) struct Answers(Vec<u8>);
+pub struct Answers(Vec<u8>);
 
 impl Answers {
     /// Whether the circuit protocol was agreed on; `None` as long as none was.

@@ -27,13 +27,13 @@ use super::{
 };
 
 /// How long a port counts that did not answer as a peer does.
-pub(super) const MEMORY: Duration = Duration::from_secs(60);
+pub const MEMORY: Duration = Duration::from_secs(60);
 /// Such ports of one peer at one IP address: a restarted server has another port.
-pub(super) const MAX_PORTS_PER_PEER: usize = 3;
+pub const MAX_PORTS_PER_PEER: usize = 3;
 /// Such ports of one public IP net: several servers may be behind one NAT.
-pub(super) const MAX_PORTS_PER_NET: usize = 8;
+pub const MAX_PORTS_PER_NET: usize = 8;
 /// Peers and nets with such ports.
-pub(super) const MAX_TARGETS: usize = 4096;
+pub const MAX_TARGETS: usize = 4096;
 /// Ports below are those of system services.
 const FIRST_USER_PORT: u16 = 1024;
 /// Ports of system services at which servers listen that must get through firewalls.
@@ -41,7 +41,7 @@ const WEB_PORTS: [u16; 2] = [80, 443];
 
 /// Why an address is not dialled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum DialRefusal {
+pub enum DialRefusal {
     #[error("{0} is not the address of one machine")]
     NoUnicast(IpAddr),
     #[error(
@@ -63,7 +63,7 @@ pub(super) enum DialRefusal {
 
 /// Whose ports count together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Target {
+pub enum Target {
     Peer(PeerId, IpAddr),
     Net(Net),
 }
@@ -88,7 +88,7 @@ impl fmt::Display for Target {
 
 /// Judges dials; one for each node.
 #[derive(Debug)]
-pub(super) struct DialGate {
+pub struct DialGate {
     nearest: Scope,
     initial_peers: HashSet<SocketAddr>,
     silent: Mutex<HashMap<Target, Vec<SilentPort>>>,
@@ -103,7 +103,7 @@ struct SilentPort {
 
 /// A dial under way.
 #[derive(Debug)]
-pub(super) struct DialAttempt {
+pub struct DialAttempt {
     gate: Arc<DialGate>,
     socket: SocketAddr,
     targets: Vec<Target>,
@@ -111,14 +111,14 @@ pub(super) struct DialAttempt {
 
 impl DialGate {
     /// Nets nearer than `nearest` are reached at `initial_peers` alone.
-    pub(super) fn new(nearest: Scope, initial_peers: &[Multiaddr]) -> Arc<DialGate> {
+    pub fn new(nearest: Scope, initial_peers: &[Multiaddr]) -> Arc<DialGate> {
         let initial_peers = initial_peers.iter().filter_map(socket_addr).collect();
         Arc::new(DialGate { nearest, initial_peers, silent: Mutex::default() })
     }
 
     /// Admits a dial of `addr`, which may end in `/p2p/ID`. `None`: it has no IP address and port,
     /// or is the operator's own, and is not counted.
-    pub(super) fn admit(
+    pub fn admit(
         self: &Arc<Self>,
         addr: &Multiaddr,
         now: Instant,
@@ -171,7 +171,7 @@ impl DialGate {
 
 impl DialAttempt {
     /// A peer answered.
-    pub(super) fn succeeded(self) {
+    pub fn succeeded(self) {
         let mut silent = self.gate.lock();
         for target in &self.targets {
             if let Some(ports) = silent.get_mut(target) {

@@ -4,20 +4,17 @@ use std::{collections::HashMap, fmt, hash::Hash};
 
 use libp2p::{PeerId, swarm::ConnectionId};
 
-use super::super::{
-    known::Standing,
-    limits::{
-        MAX_CONNECTIONS, MAX_CONNECTIONS_PER_NET, MAX_CONNECTIONS_PER_PEER,
-        MAX_INBOUND_CONNECTIONS, MAX_PENDING_CONNECTIONS_PER_KNOWN_NET,
-        MAX_PENDING_CONNECTIONS_PER_NET, MAX_PENDING_INBOUND, MAX_PENDING_OUTBOUND,
-        MAX_RESERVED_PER_NET, RESERVED_FOR_SERVERS, RESERVED_FOR_SESSIONS, RESERVED_PENDING,
-    },
-    nets::Net,
+use super::{
+    super::{nets::Net, peerstore::Standing},
+    MAX_CONNECTIONS, MAX_CONNECTIONS_PER_NET, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
+    MAX_PENDING_CONNECTIONS_PER_KNOWN_NET, MAX_PENDING_CONNECTIONS_PER_NET, MAX_PENDING_INBOUND,
+    MAX_PENDING_OUTBOUND, MAX_RESERVED_PER_NET, RESERVED_FOR_SERVERS, RESERVED_FOR_SESSIONS,
+    RESERVED_PENDING,
 };
 
 /// Why a connection is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) enum Refused {
+pub enum Refused {
     /// A net has as many connections as it may have.
     NetFull { net: Net, limit: usize },
     /// All nets together have as many as peers of this standing may fill.
@@ -50,20 +47,20 @@ impl std::error::Error for Refused {}
 
 /// How many connections there may be.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct Places {
+pub struct Places {
     /// In both directions.
-    pub(in super::super) total: usize,
+    pub total: usize,
     /// Inbound ones.
-    pub(in super::super) inbound: usize,
+    pub inbound: usize,
     /// The last inbound ones, for peers with a session.
-    pub(in super::super) for_sessions: usize,
+    pub for_sessions: usize,
     /// The last inbound ones before those, for servers and peers with a session.
-    pub(in super::super) for_servers: usize,
+    pub for_servers: usize,
 }
 
 impl Places {
     /// Those of a node.
-    pub(in super::super) const DEFAULT: Self = Self {
+    pub const DEFAULT: Self = Self {
         total: MAX_CONNECTIONS,
         inbound: MAX_INBOUND_CONNECTIONS,
         for_sessions: RESERVED_FOR_SESSIONS,
@@ -80,7 +77,7 @@ impl Places {
     }
 
     /// Outbound connections: the reserve is inbound.
-    pub(in super::super) fn outbound(&self) -> usize {
+    pub fn outbound(&self) -> usize {
         self.total.saturating_sub(self.for_sessions + self.for_servers)
     }
 }

@@ -10,20 +10,20 @@ use futures::io::AsyncRead;
 use tokio::time::{Instant, Sleep, sleep};
 
 /// Fails with [`io::ErrorKind::TimedOut`] when nothing comes for `patience` while it is read from.
-pub(super) struct Steady<'a, R> {
+pub struct StallTimeout<'a, R> {
     inner: &'a mut R,
     patience: Duration,
     silence: Pin<Box<Sleep>>,
     is_silent: bool,
 }
 
-impl<'a, R> Steady<'a, R> {
-    pub(super) fn new(inner: &'a mut R, patience: Duration) -> Self {
+impl<'a, R> StallTimeout<'a, R> {
+    pub fn new(inner: &'a mut R, patience: Duration) -> Self {
         Self { inner, patience, silence: Box::pin(sleep(patience)), is_silent: false }
     }
 }
 
-impl<R: AsyncRead + Unpin> AsyncRead for Steady<'_, R> {
+impl<R: AsyncRead + Unpin> AsyncRead for StallTimeout<'_, R> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

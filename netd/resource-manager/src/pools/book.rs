@@ -11,7 +11,7 @@ use crate::nets::Net;
 
 /// Bytes of each scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PoolBounds {
+pub struct PoolBounds {
     pub total: usize,
     /// Of a public IP net.
     pub net: usize,
@@ -20,7 +20,7 @@ pub(crate) struct PoolBounds {
 
 impl PoolBounds {
     /// Of `total` bytes a net may have half, and a peer a quarter.
-    pub(crate) const fn of(total: usize) -> Self {
+    pub const fn of(total: usize) -> Self {
         Self { total, net: total / 2, peer: total / 4 }
     }
 }

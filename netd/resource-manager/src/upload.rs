@@ -24,14 +24,12 @@ use futures::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::task;
-
-pub(super) use pacer::Share;
+pub use pacer::Share;
 use pacer::{Grant, Pacer, Ticket};
 
 /// The limit of a node; clones are the same limit.
 #[derive(Clone, Debug)]
-pub(super) struct UploadLimit(Arc<Shared>);
+pub struct UploadLimit(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -50,32 +48,32 @@ struct Waiters {
 
 impl UploadLimit {
     /// A limit of so many bytes per second at any time. To be called within a tokio runtime.
-    pub(super) fn new(bytes_per_s: u64) -> UploadLimit {
+    pub fn new(bytes_per_s: u64) -> UploadLimit {
         UploadLimit::saving(bytes_per_s, pacer::SLICE)
     }
 
     /// A limit of so many bytes per second on average: what was not used in so long a time may go out at
     /// once. To be called within a tokio runtime.
-    pub(super) fn saving(bytes_per_s: u64, saved: Duration) -> UploadLimit {
+    pub fn saving(bytes_per_s: u64, saved: Duration) -> UploadLimit {
         let pacer = Pacer::new(bytes_per_s, saved, Instant::now());
         let state = Waiters { pacer, wakers: HashMap::new(), served: HashMap::new() };
         let changed = Arc::new(Notify::new());
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: changed.clone() });
-        task::spawn(serve(Arc::downgrade(&shared), changed));
+        tokio::spawn(serve(Arc::downgrade(&shared), changed));
         UploadLimit(shared)
     }
 }
 
 impl UploadLimit {
     /// Another rate from now on, in bytes per second.
-    pub(super) fn set_rate(&self, bytes_per_s: u64) {
+    pub fn set_rate(&self, bytes_per_s: u64) {
         self.0.with(|state| state.pacer.set_rate(bytes_per_s, Instant::now()));
         self.0.changed.notify_one();
     }
 
     /// Whether both are the same limit.
     #[cfg(test)]
-    pub(super) fn is(&self, other: &UploadLimit) -> bool {
+    pub fn is(&self, other: &UploadLimit) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
@@ -123,7 +121,7 @@ async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
 
 /// What one connection, or one direction of a circuit, may send within a limit.
 #[derive(Debug)]
-pub(super) struct Allowance {
+pub struct Allowance {
     limit: Option<UploadLimit>,
     share: Arc<Share>,
     /// Bytes that it may send now.
@@ -134,17 +132,17 @@ pub(super) struct Allowance {
 
 impl Allowance {
     /// Of `limit`, if there is one.
-    pub(super) fn of(limit: Option<UploadLimit>) -> Allowance {
+    pub fn of(limit: Option<UploadLimit>) -> Allowance {
         Allowance::sharing(limit, Arc::default())
     }
 
     /// Of `limit`, if there is one; all that have this share are given as much as one.
-    pub(super) fn sharing(limit: Option<UploadLimit>, share: Arc<Share>) -> Allowance {
+    pub fn sharing(limit: Option<UploadLimit>, share: Arc<Share>) -> Allowance {
         Allowance { limit, share, granted: 0, ticket: None }
     }
 
     /// Bytes that may be sent now, of `wanted`.
-    pub(super) fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
+    pub fn poll_grant(&mut self, context: &Context<'_>, wanted: usize) -> Poll<usize> {
         let Some(UploadLimit(shared)) = &self.limit else {
             return Poll::Ready(wanted);
         };
@@ -177,7 +175,7 @@ impl Allowance {
     }
 
     /// Of the bytes granted, so many were sent: the rest is for others.
-    pub(super) fn spend(&mut self, sent: usize) {
+    pub fn spend(&mut self, sent: usize) {
         let left = std::mem::take(&mut self.granted).saturating_sub(sent);
         if let Some(UploadLimit(shared)) = self.limit.as_ref().filter(|_| left > 0) {
             shared.with(|state| state.pacer.give_back(left));
@@ -202,14 +200,14 @@ impl Drop for Allowance {
 
 /// A connection whose writes are limited.
 #[derive(Debug)]
-pub(super) struct Limited<C> {
+pub struct Limited<C> {
     inner: C,
     allowance: Allowance,
 }
 
 impl<C> Limited<C> {
     /// `inner`, within the limit if there is one.
-    pub(super) fn over(inner: C, limit: Option<UploadLimit>) -> Limited<C> {
+    pub fn over(inner: C, limit: Option<UploadLimit>) -> Limited<C> {
         Limited { inner, allowance: Allowance::of(limit) }
     }
 }
