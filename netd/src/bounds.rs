@@ -8,10 +8,10 @@ use swarm::dht;
 use swarm::wire::metadata::{MAX_ID_CHARS, MAX_NEXT_SERVERS};
 use swarm::wire::uid::MAX_CHAIN;
 
+use crate::membership::{rate, reachability, rebalance};
 use crate::metrics::http;
 use crate::rpc::{self, aims, inference, onward, registry, request, resumption};
 use crate::sessions::{giving_way, queue, session, shares};
-use crate::swarm::{rate, reachability, rebalance};
 
 /// The bounds, in the order of the list.
 #[must_use]

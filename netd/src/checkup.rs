@@ -25,10 +25,10 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use crate::join::{self, NodeSettings, addresses};
+use crate::membership::rate::serve::Counterpart;
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::Service;
 use crate::rpc::dispatch::Router;
-use crate::swarm::rate::serve::Counterpart;
-use crate::swarm::reachability::{self, Checker};
 
 /// The observers of this crate.
 pub const OBSERVERS: Observers = Observers { swarm, hub: hub::observe, peer_id };

@@ -23,10 +23,10 @@ use tokio::time::timeout;
 use tracing::{info, warn};
 
 use crate::fatal::Fatal;
+use crate::membership::rate::{self, serve::Counterpart};
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
-use crate::swarm::rate::{self, serve::Counterpart};
-use crate::swarm::reachability::{self, Checker};
 
 /// Calls under way per lookup until the model is known; Petals' servers use as many as the model
 /// has blocks.

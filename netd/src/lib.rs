@@ -2,7 +2,7 @@
 //! only here.
 //!
 //! ```text
-//!   supervisor ── control ──> run ──> join (p2p, dht) ──> offer (swarm: which blocks, records)
+//!   supervisor ── control ──> run ──> join (p2p, dht) ──> offer (which blocks, records)
 //!                              │
 //!   peers ── p2p ──> rpc::dispatch ──> rpc::{info, forward, inference, push}
 //!                                         │         │
@@ -27,12 +27,12 @@ pub mod dht_node;
 pub mod fatal;
 mod http;
 pub mod join;
+pub mod membership;
 mod metrics;
 mod offer;
 mod pings;
 pub mod rpc;
 pub mod run;
 pub mod sessions;
-pub mod swarm;
 pub mod telemetry;
 pub mod workers;

@@ -22,9 +22,9 @@ pub use announced::Announced;
 pub use choice::choose;
 
 use crate::join::Joined;
+use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
+use crate::membership::rebalance::{self, without};
 use crate::pings::Neighbourhood;
-use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
-use crate::swarm::rebalance::{self, without};
 
 /// What is offered.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use swarm::view::{self, BlockServers};
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::swarm::announce::ServerStatus;
+use crate::membership::announce::ServerStatus;
 
 /// Servers pinged among those of the middle blocks, and among those of the block after ours.
 const SAMPLE: usize = 5;

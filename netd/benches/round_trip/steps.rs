@@ -6,6 +6,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use netd::membership::rate::serve::Counterpart;
+use netd::membership::reachability::{self, Checker};
 use netd::rpc::dispatch::Router;
 use netd::rpc::resumption::Resumption;
 use netd::rpc::{Service, ServiceParts, Timeouts, protocols};
@@ -13,8 +15,6 @@ use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
 use netd::sessions::shares::NetOf;
-use netd::swarm::rate::serve::Counterpart;
-use netd::swarm::reachability::{self, Checker};
 use netd::workers::Workers;
 use netd::workers::arena::{self, ArenaMemory};
 use p2p::{Keypair, P2p, P2pConfig, Traversal};

@@ -16,9 +16,9 @@ use tracing::{info, warn};
 use super::{Offer, Standing};
 use crate::fatal::Fatal;
 use crate::join::Joined;
+use crate::membership::announce::AnnounceConfig;
+use crate::membership::placement;
 use crate::rpc::PETALS_VERSION;
-use crate::swarm::announce::AnnounceConfig;
-use crate::swarm::placement;
 
 /// Longest wait of a newcomer before it chooses blocks: twice the mean of Petals' servers, so that
 /// those who were started together see one another (`server.py`, `mean_block_selection_delay`).

@@ -12,8 +12,8 @@ use tokio::sync::{mpsc, watch};
 
 use super::whole;
 use super::{Failure, Service, inference, info, push};
-use crate::swarm::rate::{self, serve::Counterpart};
-use crate::swarm::reachability::Checker;
+use crate::membership::rate::{self, serve::Counterpart};
+use crate::membership::reachability::Checker;
 
 /// What handlers need.
 #[derive(Clone, Debug)]

@@ -28,9 +28,9 @@ use tracing::{debug, info, warn};
 
 use super::Daemon;
 use crate::control::Outbox;
+use crate::membership::rebalance::{Wish, opens_hole, without};
 use crate::offer::{Announced, Offer};
 use crate::rpc::Service;
-use crate::swarm::rebalance::{Wish, opens_hole, without};
 use crate::workers::Workers;
 
 /// Pause after the first move that failed; doubles with each in a row.

@@ -23,8 +23,8 @@ use super::moving::Progress;
 use super::{Daemon, Fatal};
 use crate::control::Outbox;
 use crate::join;
+use crate::membership::{monitor, rate};
 use crate::offer::{Offer, Standing};
-use crate::swarm::{monitor, rate};
 
 /// Time between two announcements for the sake of what is told here. Tests wait for it.
 const RENEW_PERIOD: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });

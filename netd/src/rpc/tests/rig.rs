@@ -35,13 +35,13 @@ use swarm::wire::metadata::StepMetadata;
 use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use tokio::sync::watch;
 
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::dispatch::Router;
 use crate::rpc::{Service, ServiceParts, Timeouts, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
 use crate::sessions::shares::NetOf;
-use crate::swarm::reachability::{self, Checker};
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
@@ -224,7 +224,7 @@ impl Rig {
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
             checker: Checker::new(server.clone()),
-            counterpart: crate::swarm::rate::serve::Counterpart::new(server.clone()),
+            counterpart: crate::membership::rate::serve::Counterpart::new(server.clone()),
             service: serving,
         };
         tokio::spawn(

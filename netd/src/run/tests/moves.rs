@@ -3,7 +3,7 @@
 use swarm::wire::records::ModelInfo;
 
 use super::*;
-use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
+use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
 
 fn span(start: u32, end: u32) -> Span {
     Span::new(start, end).unwrap()
