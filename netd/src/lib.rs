@@ -9,8 +9,8 @@
 //!                                      sessions   workers ── rings, arena ──> gpu-worker
 //! ```
 //!
-//! - [`hivemind`]: the libp2p node, the DHT and the bytes of the wire
-//! - [`swarm`]: who serves what, and what this server says of itself
+//! - crates [`swarm`] and [`p2p`]: the DHT and the bytes of the wire; the libp2p node
+//! - [`membership`]: who serves what, and what this server says of itself
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
 //! - [`telemetry`]: what is counted of the work; `metrics` shows it to Prometheus

@@ -17,8 +17,8 @@
 mod figures;
 mod messages;
 mod moving;
+mod readiness;
 mod serving;
-mod standing;
 
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
@@ -61,7 +61,7 @@ use crate::workers::link::Broken;
 use crate::workers::tally::Tally;
 use messages::{Messages, unexpected};
 use moving::{Coming, HoldOff, Leaving, Progress};
-use standing::Watched;
+use readiness::Readiness;
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers
 /// can spare.
@@ -354,7 +354,7 @@ struct Daemon {
     wishes: mpsc::Receiver<rebalance::Wish>,
     progress: mpsc::Sender<Progress>,
     progressed: mpsc::Receiver<Progress>,
-    standing: Watched,
+    readiness: Readiness,
     /// Whether the operator has paused the instance.
     is_paused: bool,
     /// The present span with the blocks of workers that are gone and may come back.
@@ -382,7 +382,7 @@ impl Daemon {
             true => offer::Announced::none(),
             false => offer.announce_joining(&joined),
         };
-        let standing = Watched::new(&init, &offer);
+        let readiness = Readiness::new(&init, &offer);
         if let Some(interval) = init.config.stats_report_interval {
             task::spawn(report(workers.tally().clone(), interval));
         }
@@ -402,7 +402,7 @@ impl Daemon {
         }
         watch_coverage(&offer, &facts, &joined, &telemetry);
         Ok(Daemon {
-            standing,
+            readiness,
             is_paused: init.paused,
             memory: MemoryPressure::of_this_process(),
             whole: init.whole.unwrap_or(offer.span),

@@ -1,5 +1,5 @@
 //! Which blocks a server should serve: where the swarm is weakest; and whether one that serves
-//! should move. Pure. Source: `petals/server/block_selection.py`. [`steady`] keeps many servers
+//! should move. Pure. Source: `petals/server/block_selection.py`. [`hysteresis`] keeps many servers
 //! from moving at once.
 //!
 //! # Discrepancies
@@ -7,7 +7,7 @@
 //! simulation of [`should_choose_other_blocks`] run for ever; here it takes at most [`MAX_PASSES`].
 //! Servers that claim no blocks or a throughput that is no number are left out of it.
 
-pub mod steady;
+pub mod hysteresis;
 
 use rand::Rng;
 use rand::seq::SliceRandom;
@@ -79,9 +79,9 @@ pub enum StayReason {
     NoGain,
     /// The weakest block has this share of what it could have, which is enough.
     GoodEnough(f64),
-    /// [`steady`] only: the last move is too recent.
+    /// [`hysteresis`] only: the last move is too recent.
     CoolingDown,
-    /// [`steady`] only: waits to see whether others move first.
+    /// [`hysteresis`] only: waits to see whether others move first.
     Waiting,
 }
 

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::placement::steady::{self, Rebalancer};
+use super::placement::hysteresis::{self, Rebalancer};
 use super::placement::{Decision, StayReason, best_start_without};
 
 /// Servers that are looked at; more are a flood of records.
@@ -95,7 +95,7 @@ pub async fn watch(
             continue;
         };
         info!(?reason, from = %span, %to, servers, "the swarm needs other blocks more");
-        let patience = steady::patience(reason, watcher.settings.quality);
+        let patience = hysteresis::patience(reason, watcher.settings.quality);
         if wishes.send(Wish { to, patience }).await.is_err() {
             return;
         }

@@ -7,7 +7,7 @@
 //! serving, shows where it goes, and changes over two minutes later, unless that would leave a
 //! block without a server.
 
-use super::placement::steady::Rebalancer;
+use super::placement::hysteresis::Rebalancer;
 use super::placement::{Decision, best_start_without, should_choose_other_blocks};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -35,7 +35,7 @@ struct Plan {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Rule {
     Upstream,
-    Steady,
+    Sepal,
 }
 
 /// What a server is doing, with the time at which that ends.
@@ -191,11 +191,11 @@ fn step(server: &mut Server, rule: Rule, now: u64, view: &[ServerSpan], rng: &mu
             let (id, time) = (server.span.peer_id.clone(), Duration::from_secs(now));
             let decision = match rule {
                 Rule::Upstream => should_choose_other_blocks(&id, view, BLOCKS, QUALITY, rng),
-                Rule::Steady => server.rebalancer.on_check(time, &id, view, BLOCKS, rng),
+                Rule::Sepal => server.rebalancer.on_check(time, &id, view, BLOCKS, rng),
             };
             let moves = matches!(decision, Decision::Move(_));
             let target = best_start_without(&id, view, BLOCKS, server.length);
-            if let (true, Rule::Steady, Some(start)) = (moves, rule, target) {
+            if let (true, Rule::Sepal, Some(start)) = (moves, rule, target) {
                 server.moves += 1;
                 server.serves = Some(server.span.start);
                 (server.span.start, server.span.end) = (start, start + server.length);
@@ -225,8 +225,7 @@ fn compare(plan: Plan, seeds: std::ops::RangeInclusive<u64>) -> [(u32, f64); 2] 
     println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
     let mut totals = [(0, 0.0); 2];
     for seed in seeds {
-        for (rule, (moves, weakest)) in [Rule::Upstream, Rule::Steady].into_iter().zip(&mut totals)
-        {
+        for (rule, (moves, weakest)) in [Rule::Upstream, Rule::Sepal].into_iter().zip(&mut totals) {
             let o = simulate(rule, plan, seed);
             println!(
                 "| {rule:?} | {seed} | {} | {} | {} | {:.1} | {:.1} | {} |",

@@ -232,7 +232,7 @@ impl Service {
         arguments: &Arguments,
     ) -> Result<(Tensor, JobTimes), Failure> {
         let arena = self.workers.arena();
-        let permit = self.order.admit(&job).await;
+        let permit = self.admission_queue.admit(&job).await;
         let slots = arena.reserve(&job.sizes(), job.slot_class()).await?;
         let holds = Arc::new(Holds { slots, pages: job.lease.take() });
         if let Some(prompts) = &arguments.prompts {

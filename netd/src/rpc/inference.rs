@@ -37,7 +37,7 @@ use self::admission::admit;
 use self::copies::{Unconfirmed, is_same};
 use self::messages::Requests;
 use self::step::answer_step;
-use super::onward::NextHop;
+use super::push_client::NextHop;
 use super::registry::Registered;
 use super::request::StepMessage;
 use super::resumption::Slot;

@@ -74,7 +74,7 @@ pub async fn serve(
 
 /// What counts for a pushed step; `None`, and counted, if there is no room for it.
 fn keep(service: &Service, peer: PeerId, bytes: usize) -> Option<Reservation> {
-    let held = service.onward.p2p().keep_push(peer, bytes);
+    let held = service.push_client.p2p().keep_push(peer, bytes);
     if held.is_none() {
         service.troubles.count(Trouble::Push);
         debug!(%peer, bytes, "no room for a pushed step");

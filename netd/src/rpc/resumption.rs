@@ -331,7 +331,7 @@ impl Resumption {
         let request = KvRequest { blocks: blocks.clone(), rows, max_length: length };
         let lease = service.kv.retake(peer, &request, pages).ok()?;
         // Its client comes back: a place is kept for the connection.
-        drop(service.onward.p2p().mark_session(peer));
+        drop(service.push_client.p2p().mark_session(peer));
         let losses = service.workers.kv_losses(&blocks);
         let mut session = Session::new(blocks, record.adapter, rows, tables, losses);
         session.last_step = record.last_step;

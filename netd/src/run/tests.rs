@@ -25,7 +25,7 @@ use crate::dht_node;
 use crate::rpc::tests::rig::{self, BLOCKS, DEADLINE, Linked, Memory, facts, hidden, until};
 
 mod moves;
-mod standing;
+mod readiness;
 
 /// A supervisor around one netd.
 struct Supervisor {

@@ -56,7 +56,7 @@ async fn resume(
         slot: Some(slot),
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
-        _mark: service.onward.p2p().mark_session(peer),
+        _mark: service.push_client.p2p().mark_session(peer),
         ends: Instant::now() + left,
     })
 }
@@ -153,7 +153,7 @@ pub(super) async fn admit(
         slot,
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
-        _mark: service.onward.p2p().mark_session(peer),
+        _mark: service.push_client.p2p().mark_session(peer),
         ends: Instant::now() + lasts,
     })
 }

@@ -41,9 +41,9 @@ async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
         })
     };
     let flood: Vec<_> = (0..FLOOD).map(|_| ask(rig.client.clone(), 300)).collect();
-    until(|| rig.service.order.waiting() == FLOOD - 4).await;
+    until(|| rig.service.admission_queue.waiting() == FLOOD - 4).await;
     let other = ask(quiet, 200);
-    until(|| rig.service.order.waiting() == FLOOD - 3).await;
+    until(|| rig.service.admission_queue.waiting() == FLOOD - 3).await;
     rig.memory().orders.paused.store(false, SeqCst);
     other.await.unwrap().unwrap();
     for request in flood {

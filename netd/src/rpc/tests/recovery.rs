@@ -226,7 +226,7 @@ async fn a_full_arena_slows_down_and_loses_nothing() {
             })
         })
         .collect();
-    let waiting = || rig.service.workers.arena().waiting() + rig.service.order.waiting();
+    let waiting = || rig.service.workers.arena().waiting() + rig.service.admission_queue.waiting();
     until(|| waiting() == 5).await;
     rig.memory().orders.paused.store(false, SeqCst);
     for client in clients {

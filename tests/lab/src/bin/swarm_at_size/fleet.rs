@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
-use netd::membership::placement::steady::{Rebalancer, patience};
+use netd::membership::placement::hysteresis::{Rebalancer, patience};
 use netd::membership::placement::{Decision, best_start_without, should_choose_other_blocks};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;

@@ -17,20 +17,20 @@ const AT_ONCE: usize = 4;
 /// What a gradient costs beside a forward pass: the blocks forward again, and twice that backward.
 const BACKWARD_COST: u64 = 3;
 
-/// FairPermits of both kinds.
+/// Permits of both kinds.
 #[derive(Debug)]
-pub struct Order {
+pub struct AdmissionQueue {
     prefill: FairPermits,
     whole: FairPermits,
 }
 
-impl Default for Order {
-    fn default() -> Order {
-        Order { prefill: FairPermits::new(AT_ONCE), whole: FairPermits::new(AT_ONCE) }
+impl Default for AdmissionQueue {
+    fn default() -> AdmissionQueue {
+        AdmissionQueue { prefill: FairPermits::new(AT_ONCE), whole: FairPermits::new(AT_ONCE) }
     }
 }
 
-impl Order {
+impl AdmissionQueue {
     /// Waits until `job` may go to the workers; `None` if it needs no permit.
     pub(super) async fn admit(&self, job: &Job) -> Option<Permit> {
         let tokens = job.body.total_tokens();

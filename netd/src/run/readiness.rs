@@ -51,22 +51,22 @@ enum Check {
 
 /// What is known by now, announced or not.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct Readiness {
     network: NetworkRate,
     measuring: bool,
     check: Check,
     renewed_at: Option<Instant>,
 }
 
-impl Watched {
-    pub(super) fn new(init: &NetdInit, offer: &Offer) -> Watched {
+impl Readiness {
+    pub(super) fn new(init: &NetdInit, offer: &Offer) -> Readiness {
         let network = offer.standing().network;
         if offer.tells_network() {
             info!(mbps = network.mbps(), source = %network.source, "network rate");
         }
         // A server that comes back was reached before.
         let is_first = init.served.is_none() && !offer.is_dry_run();
-        Watched {
+        Readiness {
             network,
             measuring: false,
             check: match init.config.monitor.is_some() && is_first {
@@ -103,12 +103,12 @@ impl Daemon {
             self.measure_network();
             return false;
         }
-        if self.standing.check == Check::Done {
+        if self.readiness.check == Check::Done {
             self.go_online();
             return true;
         }
-        if let (Check::Needed, Some(url)) = (self.standing.check, &self.init.config.monitor) {
-            self.standing.check = Check::UnderWay;
+        if let (Check::Needed, Some(url)) = (self.readiness.check, &self.init.config.monitor) {
+            self.readiness.check = Check::UnderWay;
             let (url, peer_id) = (url.clone(), self.joined.peer_id.clone());
             let progress = self.progress.clone();
             task::spawn(async move {
@@ -122,7 +122,7 @@ impl Daemon {
 
     /// The monitor has spoken.
     pub(super) async fn monitored(&mut self, result: Result<(), String>, outbox: &Outbox) {
-        self.standing.check = Check::Done;
+        self.readiness.check = Check::Done;
         if let Err(message) = result {
             self.fatal = Some(Fatal::bad_config(message));
         } else if self.online.borrow().is_none() && self.workers.cover(self.offer.span) {
@@ -137,11 +137,11 @@ impl Daemon {
         let config = &self.init.config;
         // Who limits what is sent wants no measurement that sends as much as it can.
         let is_limited = config.max_upload_bits_per_s.is_some();
-        let is_given = is_limited || self.standing.network.source == RateSource::Operator;
-        if self.standing.measuring || !self.offer.tells_network() {
+        let is_given = is_limited || self.readiness.network.source == RateSource::Operator;
+        if self.readiness.measuring || !self.offer.tells_network() {
             return;
         }
-        self.standing.measuring = true;
+        self.readiness.measuring = true;
         let mut settings = rate::Settings {
             file: config.rates_dir.as_deref().map(RateFile::new),
             service: config.network_test.clone(),
@@ -181,12 +181,12 @@ impl Daemon {
     pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &Outbox) {
         if let Some(rate) = rate {
             let network = NetworkRate::of(None, Some(rate), &Link::of_system());
-            if network != self.standing.network {
+            if network != self.readiness.network {
                 info!(mbps = network.mbps(), source = %network.source, "network rate");
             }
             let allowed = self.init.config.relay_bits_per_s;
             self.joined.p2p.relay_at(join::relay_bytes_per_s(allowed, network));
-            self.standing.network = network;
+            self.readiness.network = network;
         }
         if self.offer.is_dry_run() {
             self.offer.set_standing(self.standing_now());
@@ -196,14 +196,14 @@ impl Daemon {
     }
 
     fn standing_now(&self) -> Standing {
-        Standing { network: self.standing.network, using_relay: self.joined.relayed_now() }
+        Standing { network: self.readiness.network, using_relay: self.joined.relayed_now() }
     }
 
     /// Announces again if something has changed that the record tells.
     pub(super) fn renew(&mut self) {
         let (now, present) = (self.standing_now(), self.offer.standing());
         let too_soon = |at: Instant| at.elapsed() < RENEW_PERIOD;
-        if now == present || self.switching || self.standing.renewed_at.is_some_and(too_soon) {
+        if now == present || self.switching || self.readiness.renewed_at.is_some_and(too_soon) {
             return;
         }
         if now.using_relay != present.using_relay {
@@ -216,6 +216,6 @@ impl Daemon {
         self.offer.set_standing(now);
         let ups = self.present_ups();
         self.announced.renew(&self.offer, &self.joined, &ups);
-        self.standing.renewed_at = Some(Instant::now());
+        self.readiness.renewed_at = Some(Instant::now());
     }
 }

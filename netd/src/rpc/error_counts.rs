@@ -8,11 +8,11 @@ use shared::shm::layout::TROUBLES;
 
 /// The counts of one run.
 #[derive(Debug, Default)]
-pub struct Troubles {
+pub struct ErrorCounts {
     counts: [AtomicU64; TROUBLES],
 }
 
-impl Troubles {
+impl ErrorCounts {
     /// Counts one.
     pub fn count(&self, trouble: Trouble) {
         if let Some(count) = self.counts.get(trouble as usize) {

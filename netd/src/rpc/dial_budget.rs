@@ -37,11 +37,11 @@ impl Namer {
 
 /// Next servers that were named and have not been reached.
 #[derive(Debug, Default)]
-pub struct Aims {
+pub struct DialBudget {
     misses: Mutex<HashMap<Namer, Vec<Instant>>>,
 }
 
-impl Aims {
+impl DialBudget {
     /// Counts one more next server of a client until it [`hit`](Self::hit)s; false if the client
     /// may name none now.
     pub fn aim(&self, namer: Namer, now: Instant) -> bool {
@@ -87,28 +87,28 @@ mod tests {
 
     #[test]
     fn a_client_names_few_servers_in_vain_and_as_many_that_are_there_as_it_likes() {
-        let (aims, now) = (Aims::default(), Instant::now());
+        let (budget, now) = (DialBudget::default(), Instant::now());
         let client = Namer::of(PeerId::random(), Net::of([127, 0, 0, 1].into()));
         for _ in 0..100 {
-            assert!(aims.aim(client, now));
-            aims.hit(client);
+            assert!(budget.aim(client, now));
+            budget.hit(client);
         }
-        assert!((0..MAX_MISSES).all(|_| aims.aim(client, now)));
-        assert!(!aims.aim(client, now));
-        assert!(!aims.aim(client, now + MEMORY / 2), "a refused one does not prolong it");
-        assert!(aims.aim(client, now + MEMORY));
+        assert!((0..MAX_MISSES).all(|_| budget.aim(client, now)));
+        assert!(!budget.aim(client, now));
+        assert!(!budget.aim(client, now + MEMORY / 2), "a refused one does not prolong it");
+        assert!(budget.aim(client, now + MEMORY));
         let neighbour = Namer::of(PeerId::random(), Net::of([127, 0, 0, 1].into()));
-        assert!(aims.aim(neighbour, now), "another peer of this machine");
+        assert!(budget.aim(neighbour, now), "another peer of this machine");
     }
 
     #[test]
     fn peer_ids_of_one_public_net_are_one_client_and_clients_are_bounded() {
-        let (aims, now) = (Aims::default(), Instant::now());
-        let named = (0..100).filter(|_| aims.aim(Namer::of(PeerId::random(), public(1)), now));
+        let (budget, now) = (DialBudget::default(), Instant::now());
+        let named = (0..100).filter(|_| budget.aim(Namer::of(PeerId::random(), public(1)), now));
         assert_eq!(named.count(), MAX_MISSES);
-        assert!(aims.aim(Namer::of(PeerId::random(), public(2)), now));
-        let crowd = |_: &usize| aims.aim(Namer::Peer(PeerId::random()), now);
+        assert!(budget.aim(Namer::of(PeerId::random(), public(2)), now));
+        let crowd = |_: &usize| budget.aim(Namer::Peer(PeerId::random()), now);
         assert_eq!((0..2 * MAX_CLIENTS).filter(crowd).count(), MAX_CLIENTS - 2);
-        assert!(aims.aim(Namer::Peer(PeerId::random()), now + MEMORY));
+        assert!(budget.aim(Namer::Peer(PeerId::random()), now + MEMORY));
     }
 }

@@ -33,8 +33,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::debug;
 
 use super::Failure;
-use super::aims::{Aims, Namer};
-use super::troubles::Troubles;
+use super::dial_budget::{DialBudget, Namer};
+use super::error_counts::ErrorCounts;
 
 /// Bytes of pushes under way, of all sessions: outputs that the next servers have not taken yet.
 pub(crate) const MAX_PUSH_BYTES: usize = 256 << 20;
@@ -51,12 +51,12 @@ pub(crate) const MAX_HOPS: u32 = 8;
 
 /// Sends outputs on.
 #[derive(Debug)]
-pub struct Onward {
+pub struct PushClient {
     p2p: P2p,
     prefix: String,
     room: Arc<Semaphore>,
-    troubles: Arc<Troubles>,
-    aims: Arc<Aims>,
+    troubles: Arc<ErrorCounts>,
+    dial_budget: Arc<DialBudget>,
 }
 
 /// The way of one session's outputs to its next server. It ends with this value.
@@ -76,11 +76,11 @@ struct Push {
     _room: OwnedSemaphorePermit,
 }
 
-impl Onward {
+impl PushClient {
     /// Pushes from `p2p`.
-    pub fn new(p2p: P2p, prefix: &str, troubles: Arc<Troubles>) -> Onward {
+    pub fn new(p2p: P2p, prefix: &str, troubles: Arc<ErrorCounts>) -> PushClient {
         let room = Arc::new(Semaphore::new(MAX_PUSH_BYTES / PIECE_BYTES));
-        Onward { p2p, prefix: prefix.to_owned(), room, troubles, aims: Arc::default() }
+        PushClient { p2p, prefix: prefix.to_owned(), room, troubles, dial_budget: Arc::default() }
     }
 
     /// The node that pushes.
@@ -98,10 +98,10 @@ impl Onward {
         let count = hop.as_ref().map_or(0, |hop| hop.count);
         let is_new = hop.as_ref().is_none_or(|hop| hop.peer != peer && count < MAX_HOPS);
         let namer = Namer::of(client, self.p2p.net_of(&client));
-        if is_new && self.aims.aim(namer, Instant::now()) {
+        if is_new && self.dial_budget.aim(namer, Instant::now()) {
             let (pushes, queue) = mpsc::channel(MAX_WAITING);
-            let (aims, troubles) = (self.aims.clone(), self.troubles.clone());
-            let way = Way { p2p: self.p2p.clone(), peer, namer, aims, troubles };
+            let (dial_budget, troubles) = (self.dial_budget.clone(), self.troubles.clone());
+            let way = Way { p2p: self.p2p.clone(), peer, namer, dial_budget, troubles };
             task::spawn(way.carry(queue));
             *hop = Some(NextHop { peer, pushes, count: count + 1 });
         }
@@ -191,8 +191,8 @@ struct Way {
     p2p: P2p,
     peer: PeerId,
     namer: Namer,
-    aims: Arc<Aims>,
-    troubles: Arc<Troubles>,
+    dial_budget: Arc<DialBudget>,
+    troubles: Arc<ErrorCounts>,
 }
 
 impl Way {
@@ -211,7 +211,7 @@ impl Way {
                     if let Err(CallError::Unreachable { .. } | CallError::Timeout(_)) = opened {
                         return self.give_up(queue);
                     }
-                    self.aims.hit(self.namer);
+                    self.dial_budget.hit(self.namer);
                     standing = opened.ok();
                 }
                 push = queue.recv() => {
@@ -264,7 +264,7 @@ async fn send(standing: &mut Option<RpcStream>, push: &Push) -> bool {
     standing.is_some()
 }
 
-async fn call(p2p: P2p, peer: PeerId, push: Push, troubles: Arc<Troubles>) {
+async fn call(p2p: P2p, peer: PeerId, push: Push, troubles: Arc<ErrorCounts>) {
     let request = push.plain();
     if request.len() > MAX_UNARY_BYTES - ENVELOPE_BYTES {
         return debug!(%peer, bytes = request.len(), "output exceeds a unary call, not pushed");
