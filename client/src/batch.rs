@@ -12,13 +12,13 @@ use std::ops::Range;
 use std::time::Duration;
 
 use futures::future::join_all;
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 
 use crate::calls::Caller;
 pub use crate::calls::PassError;
-use crate::routing::Leg;
 use crate::states::{Hidden, Prompts};
 use crate::swarm::{Purpose, Swarm, SwarmError};
+use swarm::routing::Leg;
 
 /// Tokens of one piece, unless one sequence is longer (`MAX_TOKENS_IN_BATCH`).
 const PIECE_TOKENS: usize = 1024;

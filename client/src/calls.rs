@@ -3,17 +3,17 @@
 
 use std::time::Duration;
 
-use hivemind::names;
-use hivemind::p2p::{CallError, P2p, PeerId};
-use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::stream_parts::{PART_BYTES, PartAssembler, PartError, PartLimits, split};
-use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor};
-use hivemind::wire::uid;
+use p2p::{CallError, P2p, PeerId};
 use prost::Message;
+use swarm::names;
+use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::stream_parts::{PART_BYTES, PartAssembler, PartError, PartLimits, split};
+use swarm::wire::tensor::{TensorError, WireDtype, dummy_tensor};
+use swarm::wire::uid;
 
-use crate::routing::Leg;
 use crate::states::{AnswerError, Hidden, Prompts};
+use swarm::routing::Leg;
 
 /// Names of the unary call and of the stream.
 const FORWARD: [&str; 2] = [names::FORWARD, names::FORWARD_STREAM];

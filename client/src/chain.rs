@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use hivemind::p2p::PeerId;
-use hivemind::wire::metadata::NextServer;
+use p2p::PeerId;
+use swarm::wire::metadata::NextServer;
 
 use crate::history::History;
 use crate::session::{ServerSession, SessionError, StepInput, StepTiming};

@@ -13,9 +13,9 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use hivemind::task;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use p2p::task;
 use serde::Deserialize;
 use shared::causes::with_causes;
 use shared::config::{DemoConfig, GenerateConfig, LocalConfig, SamplingConfig};

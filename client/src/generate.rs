@@ -4,7 +4,7 @@
 use std::io::Write;
 
 use futures::future::BoxFuture;
-use hivemind::p2p::Multiaddr;
+use p2p::Multiaddr;
 use shared::causes::with_causes;
 use shared::config::GenerateConfig;
 use shared::escape::escaped;

@@ -7,18 +7,18 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use hivemind::names;
-use hivemind::p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
-use hivemind::task;
-use hivemind::wire::messages::{ExpertInfo, ExpertUid};
-use hivemind::wire::rpc_info::{InfoError, RpcInfo};
-use hivemind::wire::uid;
+use p2p::task;
+use p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
 use prost::Message;
 use shared::dtype::DType;
+use swarm::names;
+use swarm::wire::messages::{ExpertInfo, ExpertUid};
+use swarm::wire::rpc_info::{InfoError, RpcInfo};
+use swarm::wire::uid;
 
-use crate::routing::Leg;
 use crate::session::{ServerSession, SessionError, StepInput};
 use crate::states::Hidden;
+use swarm::routing::Leg;
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause before a session that failed is begun again.

@@ -4,16 +4,16 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use hivemind::p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
+use p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
 use shared::config::ProbeConfig;
 use shared::dtype::DType;
 use shared::exit::ExitReason;
 
-use crate::routing::Leg;
 use crate::session::{ServerSession, SessionError, StepInput};
 use crate::states::Hidden;
+use swarm::routing::Leg;
 
 /// Time to reach the server.
 const REACH_TIMEOUT: Duration = Duration::from_secs(10);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 
 use crate::session::StepTiming;
 

@@ -4,18 +4,18 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{CallError, Multiaddr, P2p, PeerId, RpcStream};
-use hivemind::wire::messages::{ExpertRequest, ExpertResponse};
-use hivemind::wire::metadata::{NextServer, StepMetadata};
-use hivemind::wire::resumption::{NOT_SERVING, Resumable, Secret};
-use hivemind::wire::step_times::StepTimes;
-use hivemind::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
-use hivemind::wire::uid;
+use p2p::{CallError, Multiaddr, P2p, PeerId, RpcStream};
 use prost::Message;
+use swarm::names;
+use swarm::wire::messages::{ExpertRequest, ExpertResponse};
+use swarm::wire::metadata::{NextServer, StepMetadata};
+use swarm::wire::resumption::{NOT_SERVING, Resumable, Secret};
+use swarm::wire::step_times::StepTimes;
+use swarm::wire::tensor::{TensorError, WireDtype, dummy_tensor, raw_tensor};
+use swarm::wire::uid;
 
-use crate::routing::Leg;
 use crate::states::{AnswerError, Hidden, Prompts};
+use swarm::routing::Leg;
 
 /// Time to open a stream to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use hivemind::wire::messages::Tensor;
-use hivemind::wire::tensor::{ShapeLimits, TensorError, WireTensor, raw_tensor};
 use shared::dtype::DType;
+use swarm::wire::messages::Tensor;
+use swarm::wire::tensor::{ShapeLimits, TensorError, WireTensor, raw_tensor};
 
 /// Hidden states `[rows, tokens, hidden]`.
 #[derive(Clone, Debug, PartialEq)]

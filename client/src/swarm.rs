@@ -9,19 +9,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
-use hivemind::dht::driver::{Dht, DhtConfig, DhtError};
-use hivemind::dht::storage::StorageLimits;
-use hivemind::p2p::{
-    Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal,
-};
-use hivemind::view::{self, ServerSpan};
-use hivemind::wire::records::ServerState;
+use p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal};
 use shared::public_swarm;
+use swarm::dht::driver::{Dht, DhtConfig, DhtError};
+use swarm::dht::storage::StorageLimits;
+use swarm::view::{self, ServerSpan};
+use swarm::wire::records::ServerState;
 
-use crate::health::{Answers, Bans, Pings, Rates};
 use survey::MAX_SURVEYS;
+use swarm::health::{Answers, Bans, Pings, Rates};
 
-use crate::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
+use swarm::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;

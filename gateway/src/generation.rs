@@ -8,7 +8,7 @@ use client::decoder::{Chosen, Continuation, DecodeError, Decoder};
 use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
 use client::sampling::Sampler;
-use hivemind::task;
+use p2p::task;
 use shared::config::SamplingConfig;
 use tokio::sync::mpsc;
 

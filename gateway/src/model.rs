@@ -8,7 +8,7 @@ use client::chain::{Chain, ChainError};
 use client::grammar::{Grammar, GrammarError, Vocabulary};
 use client::text::TextError;
 use client::text_model::{TextModel, TextModelError};
-use hivemind::task;
+use p2p::task;
 use serde_json::Value;
 use shared::config::{GatewayConfig, GatewayModel};
 

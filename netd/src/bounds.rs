@@ -1,17 +1,17 @@
 //! All bounds on what peers can make the daemon hold or do, for the list in SECURITY.md. Those that
 //! are settings are named by their flag.
 
-use hivemind::bounds::{Bound, bytes, count, time};
-use hivemind::wire::metadata::{MAX_ID_CHARS, MAX_NEXT_SERVERS};
-use hivemind::wire::uid::MAX_CHAIN;
-use hivemind::{dht, p2p};
+use resource_manager::bounds::{Bound, bytes, count, time};
 use shared::job::MAX_ROWS;
 use shared::shm::sessions::SESSION_RECORDS;
+use swarm::dht;
+use swarm::wire::metadata::{MAX_ID_CHARS, MAX_NEXT_SERVERS};
+use swarm::wire::uid::MAX_CHAIN;
 
+use crate::membership::{rate, reachability, rebalance};
 use crate::metrics::http;
-use crate::rpc::{self, aims, inference, onward, registry, request, resumption};
+use crate::rpc::{self, dial_budget, inference, push_client, registry, request, resumption};
 use crate::sessions::{giving_way, queue, session, shares};
-use crate::swarm::{rate, reachability, rebalance};
 
 /// The bounds, in the order of the list.
 #[must_use]
@@ -106,29 +106,29 @@ fn pushes() -> Vec<Bound> {
             "outputs under way to next servers",
             format!(
                 "{} per session, {} in all",
-                count(onward::MAX_WAITING),
-                bytes(onward::MAX_PUSH_BYTES)
+                count(push_client::MAX_WAITING),
+                bytes(push_client::MAX_PUSH_BYTES)
             ),
             "not pushed",
         ),
-        Bound::new("time of a push", time(onward::PUSH_TIMEOUT), "given up"),
+        Bound::new("time of a push", time(push_client::PUSH_TIMEOUT), "given up"),
         Bound::new(
             "next servers",
             format!(
                 "{} per step, {} per session",
                 count(MAX_NEXT_SERVERS),
-                count(onward::MAX_HOPS as usize)
+                count(push_client::MAX_HOPS as usize)
             ),
             "refused; not pushed to",
         ),
         Bound::new(
             "next servers of one client that cannot be reached",
-            format!("{} in {}", count(aims::MAX_MISSES), time(aims::MEMORY)),
+            format!("{} in {}", count(dial_budget::MAX_MISSES), time(dial_budget::MEMORY)),
             "not dialled",
         ),
         Bound::new(
             "clients that such servers are counted of",
-            count(aims::MAX_CLIENTS),
+            count(dial_budget::MAX_CLIENTS),
             "nobody's are dialled",
         ),
     ]

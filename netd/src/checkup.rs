@@ -10,25 +10,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use hivemind::dht::driver::unix_now;
-use hivemind::names;
-use hivemind::p2p::{
+use p2p::task;
+use p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal, identity,
 };
-use hivemind::task;
-use hivemind::wire::messages::{PingRequest, PingResponse};
 use prost::Message;
 use shared::causes::with_causes;
 use shared::checkup::{Observers, SwarmFacts};
 use shared::config::NetdConfig;
+use swarm::dht::driver::unix_now;
+use swarm::names;
+use swarm::wire::messages::{PingRequest, PingResponse};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use crate::join::{self, NodeSettings, addresses};
+use crate::membership::rate::serve::Counterpart;
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::Service;
 use crate::rpc::dispatch::Router;
-use crate::swarm::rate::serve::Counterpart;
-use crate::swarm::reachability::{self, Checker};
 
 /// The observers of this crate.
 pub const OBSERVERS: Observers = Observers { swarm, hub: hub::observe, peer_id };

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use hivemind::p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
+use p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
 use shared::causes::with_causes;
 use shared::config::DhtNodeConfig;
 use shared::exit::ExitReason;

@@ -4,29 +4,29 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use hivemind::dht::driver::{self, Dht, DhtConfig, DhtError};
-use hivemind::dht::storage::StorageLimits;
-use hivemind::names;
-use hivemind::p2p::{
+use p2p::task;
+use p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, RELAY_PART_OF_NETWORK,
     Scope, Traversal, UnaryResponder, identity,
 };
-use hivemind::task;
 use shared::causes::with_causes;
 use shared::config::NetdConfig;
 use shared::control::NetdInit;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
 use shared::network::NetworkRate;
+use swarm::dht::driver::{self, Dht, DhtConfig, DhtError};
+use swarm::dht::storage::StorageLimits;
+use swarm::names;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tracing::{info, warn};
 
 use crate::fatal::Fatal;
+use crate::membership::rate::{self, serve::Counterpart};
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
-use crate::swarm::rate::{self, serve::Counterpart};
-use crate::swarm::reachability::{self, Checker};
 
 /// Calls under way per lookup until the model is known; Petals' servers use as many as the model
 /// has blocks.
@@ -172,7 +172,7 @@ pub async fn join(
 /// [`P2pError`]; its text is for the operator.
 pub async fn start(
     settings: &NodeSettings,
-    mut protocols: Vec<hivemind::p2p::ProtocolSpec>,
+    mut protocols: Vec<p2p::ProtocolSpec>,
 ) -> Result<(P2p, mpsc::Receiver<Inbound>), P2pError> {
     protocols.extend(driver::protocols());
     protocols.push(reachability::protocol());

@@ -2,15 +2,15 @@
 //! only here.
 //!
 //! ```text
-//!   supervisor ── control ──> run ──> join (p2p, dht) ──> offer (swarm: which blocks, records)
+//!   supervisor ── control ──> run ──> join (p2p, dht) ──> offer (which blocks, records)
 //!                              │
 //!   peers ── p2p ──> rpc::dispatch ──> rpc::{info, forward, inference, push}
 //!                                         │         │
 //!                                      sessions   workers ── rings, arena ──> gpu-worker
 //! ```
 //!
-//! - [`hivemind`]: the libp2p node, the DHT and the bytes of the wire
-//! - [`swarm`]: who serves what, and what this server says of itself
+//! - crates [`swarm`] and [`p2p`]: the DHT and the bytes of the wire; the libp2p node
+//! - [`membership`]: who serves what, and what this server says of itself
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
 //! - [`telemetry`]: what is counted of the work; `metrics` shows it to Prometheus
@@ -27,12 +27,12 @@ pub mod dht_node;
 pub mod fatal;
 mod http;
 pub mod join;
+pub mod membership;
 mod metrics;
 mod offer;
 mod pings;
 pub mod rpc;
 pub mod run;
 pub mod sessions;
-pub mod swarm;
 pub mod telemetry;
 pub mod workers;

@@ -18,7 +18,7 @@ mod text;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use hivemind::task;
+use p2p::task;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tracing::{info, warn};

@@ -4,9 +4,7 @@
 mod announced;
 mod choice;
 
-use hivemind::dht::driver::unix_now;
-use hivemind::task;
-use hivemind::wire::records::{ServerInfo, ServerState};
+use p2p::task;
 use shared::block::Span;
 use shared::config::{SpanChoice, Throughput};
 use shared::control::{NetdInit, Rating, WorkerUp};
@@ -15,6 +13,8 @@ use shared::network::NetworkRate;
 use shared::shm::board::{self, Announcement};
 use shared::survey::Capacity;
 use shared::throughput::{self, Rates, Reach, network_rps};
+use swarm::dht::driver::unix_now;
+use swarm::wire::records::{ServerInfo, ServerState};
 use tokio::task::{AbortHandle, JoinHandle};
 use tracing::{info, warn};
 
@@ -22,9 +22,9 @@ pub use announced::Announced;
 pub use choice::choose;
 
 use crate::join::Joined;
+use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
+use crate::membership::rebalance::{self, without};
 use crate::pings::Neighbourhood;
-use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
-use crate::swarm::rebalance::{self, without};
 
 /// What is offered.
 #[derive(Clone, Debug)]

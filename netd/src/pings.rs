@@ -5,14 +5,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use hivemind::dht::driver::Dht;
-use hivemind::p2p::{CallError, P2p, PeerId};
-use hivemind::view::{self, BlockServers};
+use p2p::{CallError, P2p, PeerId};
 use rand::seq::IteratorRandom;
+use swarm::dht::driver::Dht;
+use swarm::view::{self, BlockServers};
 use tokio::sync::watch;
 use tracing::debug;
 
-use crate::swarm::announce::ServerStatus;
+use crate::membership::announce::ServerStatus;
 
 /// Servers pinged among those of the middle blocks, and among those of the block after ours.
 const SAMPLE: usize = 5;
@@ -123,7 +123,7 @@ impl Times {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::wire::records::{ServerInfo, ServerState};
+    use swarm::wire::records::{ServerInfo, ServerState};
 
     fn servers(range: std::ops::Range<u32>) -> BlockServers {
         range.map(|peer| (peer.to_string(), ServerInfo::new(ServerState::Online, 1.0))).collect()

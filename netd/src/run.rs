@@ -17,15 +17,15 @@
 mod figures;
 mod messages;
 mod moving;
+mod readiness;
 mod serving;
-mod standing;
 
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::task;
+use p2p::task;
 use shared::block::Span;
 use shared::bootstrap::Bootstrap;
 use shared::config::SpanChoice;
@@ -44,6 +44,7 @@ use tracing::{debug, error, info, warn};
 use crate::control::{self, FromSupervisor, Inbox, Outbox};
 use crate::fatal::Fatal;
 use crate::join::{self, Joined};
+use crate::membership::{coverage, rebalance};
 use crate::metrics;
 use crate::offer::{self, Offer};
 use crate::rpc::resumption::Resumption;
@@ -53,7 +54,6 @@ use crate::sessions::pool::Pool;
 use crate::sessions::pressure::MemoryPressure;
 use crate::sessions::queue::WaitQueue;
 use crate::sessions::shares::NetOf;
-use crate::swarm::{coverage, rebalance};
 use crate::telemetry::Telemetry;
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
@@ -61,7 +61,7 @@ use crate::workers::link::Broken;
 use crate::workers::tally::Tally;
 use messages::{Messages, unexpected};
 use moving::{Coming, HoldOff, Leaving, Progress};
-use standing::Watched;
+use readiness::Readiness;
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers
 /// can spare.
@@ -354,7 +354,7 @@ struct Daemon {
     wishes: mpsc::Receiver<rebalance::Wish>,
     progress: mpsc::Sender<Progress>,
     progressed: mpsc::Receiver<Progress>,
-    standing: Watched,
+    readiness: Readiness,
     /// Whether the operator has paused the instance.
     is_paused: bool,
     /// The present span with the blocks of workers that are gone and may come back.
@@ -382,7 +382,7 @@ impl Daemon {
             true => offer::Announced::none(),
             false => offer.announce_joining(&joined),
         };
-        let standing = Watched::new(&init, &offer);
+        let readiness = Readiness::new(&init, &offer);
         if let Some(interval) = init.config.stats_report_interval {
             task::spawn(report(workers.tally().clone(), interval));
         }
@@ -402,7 +402,7 @@ impl Daemon {
         }
         watch_coverage(&offer, &facts, &joined, &telemetry);
         Ok(Daemon {
-            standing,
+            readiness,
             is_paused: init.paused,
             memory: MemoryPressure::of_this_process(),
             whole: init.whole.unwrap_or(offer.span),

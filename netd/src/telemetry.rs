@@ -13,12 +13,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::p2p::P2p;
+use p2p::P2p;
 use shared::block::BlockIndex;
 use shared::job::WorkKind;
 use shared::shm::board::{Announced, BoardWriter, StepPart};
 use shared::shm::layout::{STEP_PARTS, WORK_KINDS};
+use swarm::dht::driver::Dht;
 
 use crate::workers::link::JobTimes;
 use histogram::{Histogram, Histograms};

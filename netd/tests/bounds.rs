@@ -14,7 +14,7 @@ fn security_md_shows_the_bounds_of_the_code() {
     let text = std::fs::read_to_string(&path).expect("SECURITY.md");
     let (before, rest) = text.split_once(BEGIN).expect("the begin of the list");
     let (shown, after) = rest.split_once(END).expect("the end of the list");
-    let list = hivemind::bounds::list(&netd::bounds::bounds());
+    let list = resource_manager::bounds::list(&netd::bounds::bounds());
     if std::env::var_os("WRITE").is_some() {
         let written = [before, BEGIN, &list, END, after].concat();
         std::fs::write(&path, written).expect("SECURITY.md is writable");

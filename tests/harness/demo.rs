@@ -7,7 +7,7 @@ use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::peer::{Peer, fed_back, noise};
 use super::{DEADLINE, Sepal};

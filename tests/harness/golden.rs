@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use client::states::{Hidden, Prompts};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use safetensors::SafeTensors;
 use shared::dtype::DType;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::peer::{Peer, fed_back, noise};
 

@@ -3,15 +3,13 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hivemind::names;
-use hivemind::p2p::{
-    CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, RpcStream, Traversal,
-};
-use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use hivemind::wire::metadata::{StepMetadata, encode_batch_metadata};
-use hivemind::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
-use hivemind::wire::uid;
+use p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, RpcStream, Traversal};
 use prost::Message;
+use swarm::names;
+use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use swarm::wire::metadata::{StepMetadata, encode_batch_metadata};
+use swarm::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_tensor};
+use swarm::wire::uid;
 
 use super::DEADLINE;
 

@@ -24,22 +24,24 @@ const EDGES: &[(&str, &[&str])] = &[
     // For tests alone; see TEST_EDGES.
     ("fuzzing", &[]),
     ("testkit", &["shared"]),
-    // Reaches hivemind in the place of the crate of the same name, through `[patch.crates-io]`.
+    // Reaches p2p in the place of the crate of the same name, through `[patch.crates-io]`.
     ("multistream-select", &[]),
     ("kernels", &["shared"]),
     ("model", &["shared"]),
     ("prepare", &["model", "kernels", "shared"]),
     ("blocks", &["model", "kernels", "shared"]),
     ("gpu-worker", &["blocks", "model", "kernels", "shared"]),
-    ("hivemind", &["shared"]),
-    ("netd", &["hivemind", "shared"]),
-    ("client", &["blocks", "hivemind", "model", "kernels", "shared"]),
-    ("gateway", &["client", "hivemind", "shared"]),
+    ("resource-manager", &[]),
+    ("p2p", &["resource-manager", "shared"]),
+    ("swarm", &["p2p", "resource-manager", "shared"]),
+    ("netd", &["swarm", "p2p", "resource-manager", "shared"]),
+    ("client", &["blocks", "swarm", "p2p", "model", "kernels", "shared"]),
+    ("gateway", &["client", "swarm", "p2p", "shared"]),
     ("supervisor", &["model", "shared"]),
     // Programs that measure; nothing depends on them.
     (
         "lab",
-        &["client", "gpu-worker", "hivemind", "model", "netd", "sepal", "shared", "supervisor"],
+        &["client", "gpu-worker", "model", "netd", "p2p", "sepal", "shared", "supervisor", "swarm"],
     ),
     (
         "sepal",
@@ -47,13 +49,14 @@ const EDGES: &[(&str, &[&str])] = &[
             "client",
             "gateway",
             "gpu-worker",
-            "hivemind",
             "kernels",
             "model",
             "netd",
+            "p2p",
             "prepare",
             "shared",
             "supervisor",
+            "swarm",
         ],
     ),
 ];
@@ -67,12 +70,13 @@ const TEST_EDGES: &[(&str, &str)] = &[
     ("gpu-worker", "gpu-worker"),
     ("kernels", "kernels"),
     ("gpu-worker", "testkit"),
-    ("hivemind", "testkit"),
+    ("swarm", "testkit"),
     ("netd", "testkit"),
     ("prepare", "testkit"),
     ("sepal", "testkit"),
     ("shared", "fuzzing"),
-    ("hivemind", "fuzzing"),
+    ("p2p", "fuzzing"),
+    ("swarm", "fuzzing"),
     ("netd", "fuzzing"),
     ("model", "fuzzing"),
     ("prepare", "fuzzing"),
@@ -84,8 +88,21 @@ const TEST_EDGES: &[(&str, &str)] = &[
 const ONLY_IN: &[(&str, &[&str])] = &[
     // In prepare only under `hub`, whose library needs a reactor.
     // The root package has channels of tokio alone, for the programs that host a server.
-    ("tokio", &["hivemind", "netd", "client", "gateway", "prepare", "sepal", "lab"]),
-    ("libp2p", &["hivemind"]),
+    (
+        "tokio",
+        &[
+            "resource-manager",
+            "p2p",
+            "swarm",
+            "netd",
+            "client",
+            "gateway",
+            "prepare",
+            "sepal",
+            "lab",
+        ],
+    ),
+    ("libp2p", &["p2p", "resource-manager"]),
     ("cudarc", &["kernels"]),
 ];
 

@@ -8,8 +8,8 @@ use std::path::Path;
 use crate::harness::demo::demo_model;
 use crate::harness::peer::{Peer, Session, noise};
 use crate::harness::{self, Sepal, children_of, own_loopback, serve_args, wait_for};
-use hivemind::p2p::CallError;
-use hivemind::wire::messages::Tensor;
+use p2p::CallError;
+use swarm::wire::messages::Tensor;
 
 const HIDDEN: usize = 192;
 

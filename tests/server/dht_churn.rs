@@ -4,13 +4,13 @@
 
 use std::time::{Duration, Instant};
 
-use hivemind::dht::driver::unix_now;
-use hivemind::dht::id::DhtId;
-use hivemind::dht::storage::{Item, Stored, Timed};
-use hivemind::wire::msgpack::Value;
 use netd::dht_node;
 use netd::join::Joined;
 use shared::config::DhtNodeConfig;
+use swarm::dht::driver::unix_now;
+use swarm::dht::id::DhtId;
+use swarm::dht::storage::{Item, Stored, Timed};
+use swarm::wire::msgpack::Value;
 use tokio::time::timeout;
 
 use crate::harness::DEADLINE;

@@ -165,8 +165,7 @@ fn a_prepare_stopped_while_it_waits_for_its_blocks() {
         let log = sepal.log();
         let started = format!("starting child=netd generation={generation} pid=");
         let started = log.split_once(&started).and_then(|(_, rest)| rest.split_whitespace().next());
-        let is_there =
-            log.contains(&format!("netd #{generation} hivemind::p2p::driver: listening"));
+        let is_there = log.contains(&format!("netd #{generation} p2p::driver: listening"));
         if let Some(pid) = started.filter(|_| is_there) {
             kill(Pid::from_raw(pid.parse().expect("a number")), Signal::SIGSTOP)
                 .expect("it is there");

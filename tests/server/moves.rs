@@ -16,12 +16,12 @@ use crate::harness::{
 use client::chain::Chain;
 use client::states::Hidden;
 use client::swarm::SwarmConfig;
-use hivemind::dht::driver::{Dht, DhtConfig};
-use hivemind::dht::storage::StorageLimits;
-use hivemind::view;
-use hivemind::wire::records::ServerState;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use swarm::dht::driver::{Dht, DhtConfig};
+use swarm::dht::storage::StorageLimits;
+use swarm::view;
+use swarm::wire::records::ServerState;
 
 const FIRST: Range<u32> = 0..4;
 const PROMPT: &str = "Once upon a time";
@@ -254,8 +254,8 @@ async fn without_memory_for_both_the_old_blocks_are_left_first() {
     })
     .await
     .unwrap();
-    let first: hivemind::p2p::PeerId = swarm.first.peer_id().parse().unwrap();
-    let spare: hivemind::p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
+    let first: p2p::PeerId = swarm.first.peer_id().parse().unwrap();
+    let spare: p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
     client.refresh().await.unwrap();
     client.ban(first);
     let mut chain = Chain::open(&client, 200).await.unwrap();

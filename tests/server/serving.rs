@@ -11,8 +11,8 @@ use crate::harness::{
 use client::batch::forward;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::sys::signal::{Signal, kill};
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 const HIDDEN: usize = 192;
 
@@ -169,11 +169,11 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
     let sepal = Sepal::serve(&demo_model(), "demo", &["--torch_dtype", "float32"]);
     let peer = Peer::connect(&sepal.addr(), "demo").await;
     let (a, b) = (noise(&[1, 40, HIDDEN], 1), noise(&[1, 40, HIDDEN], 2));
-    let part = |t: &hivemind::wire::messages::Tensor, from: usize, to: usize| {
+    let part = |t: &swarm::wire::messages::Tensor, from: usize, to: usize| {
         let bytes = t.buffer.slice(from * HIDDEN * 4..to * HIDDEN * 4);
-        hivemind::wire::tensor::raw_tensor(&[1, to - from, HIDDEN], WireDtype::F32, bytes).unwrap()
+        swarm::wire::tensor::raw_tensor(&[1, to - from, HIDDEN], WireDtype::F32, bytes).unwrap()
     };
-    let whole = |t: &hivemind::wire::messages::Tensor| peer.forward(0..8, t.clone());
+    let whole = |t: &swarm::wire::messages::Tensor| peer.forward(0..8, t.clone());
     let (whole_a, whole_b) = (whole(&a).await.unwrap(), whole(&b).await.unwrap());
 
     // Cuts at odd places, an empty step, and a rollback to the middle of a page: the bits of one
@@ -189,10 +189,10 @@ async fn steps_rollback_beams_and_empty_steps_agree_with_forward() {
     session.close().await;
 
     // Two rows that swap and merge: after [1, 0] the rows are b, a; after [1, 1] both are a.
-    let both = |x: hivemind::wire::messages::Tensor, y: hivemind::wire::messages::Tensor| {
+    let both = |x: swarm::wire::messages::Tensor, y: swarm::wire::messages::Tensor| {
         let tokens = x.size[1] as usize;
         let bytes = [x.buffer, y.buffer].concat().into();
-        hivemind::wire::tensor::raw_tensor(&[2, tokens, HIDDEN], WireDtype::F32, bytes).unwrap()
+        swarm::wire::tensor::raw_tensor(&[2, tokens, HIDDEN], WireDtype::F32, bytes).unwrap()
     };
     let none = || dummy_tensor(WireDtype::F32);
     let mut beams = peer.session(0..8, 64).await;

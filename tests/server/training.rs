@@ -11,7 +11,7 @@ use client::batch::{Gradients, backward, forward, forward_kept};
 use client::chain::{Chain, ChainError, Step};
 use client::states::{Hidden, Prompts};
 use client::swarm::{Swarm, SwarmConfig};
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use shared::dtype::DType;
 
 const F32: [&str; 2] = ["--torch_dtype", "float32"];

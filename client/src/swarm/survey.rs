@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use hivemind::p2p::{CallError, PeerId};
+use p2p::{CallError, PeerId};
 use rand::seq::SliceRandom;
 
 use super::{Known, Swarm};
-use crate::routing::Leg;
+use swarm::routing::Leg;
 
 /// Servers that are asked at once.
 pub(super) const MAX_ASKED: usize = 32;

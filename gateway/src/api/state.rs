@@ -9,9 +9,9 @@ use axum::extract::State;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
-use hivemind::view::ServerSpan;
-use hivemind::wire::records::ServerState;
 use serde_json::{Value, json};
+use swarm::view::ServerSpan;
+use swarm::wire::records::ServerState;
 
 use super::request::unix_seconds;
 use super::{Shared, error};

@@ -6,12 +6,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hivemind::names;
-use hivemind::p2p::{Keypair, P2p, P2pConfig, Traversal};
-use hivemind::wire::messages::ExpertRequest;
-use hivemind::wire::metadata::StepMetadata;
-use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
-use hivemind::wire::uid;
+use netd::membership::rate::serve::Counterpart;
+use netd::membership::reachability::{self, Checker};
 use netd::rpc::dispatch::Router;
 use netd::rpc::resumption::Resumption;
 use netd::rpc::{Service, ServiceParts, Timeouts, protocols};
@@ -19,10 +15,9 @@ use netd::sessions::admission::KvMemory;
 use netd::sessions::pool::Pool;
 use netd::sessions::queue::WaitQueue;
 use netd::sessions::shares::NetOf;
-use netd::swarm::rate::serve::Counterpart;
-use netd::swarm::reachability::{self, Checker};
 use netd::workers::Workers;
 use netd::workers::arena::{self, ArenaMemory};
+use p2p::{Keypair, P2p, P2pConfig, Traversal};
 use prost::Message;
 use shared::block::Span;
 use shared::dtype::DType;
@@ -30,6 +25,11 @@ use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
+use swarm::names;
+use swarm::wire::messages::ExpertRequest;
+use swarm::wire::metadata::StepMetadata;
+use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use swarm::wire::uid;
 use tokio::sync::watch;
 
 use crate::{BLOCKS, KV_PAGES, Worker, end_with_parent, micros, percentile};
@@ -121,8 +121,8 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
 
 async fn node(
     listen: Vec<String>,
-    initial_peers: Vec<hivemind::p2p::Multiaddr>,
-) -> (P2p, tokio::sync::mpsc::Receiver<hivemind::p2p::Inbound>) {
+    initial_peers: Vec<p2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<p2p::Inbound>) {
     let mut all = protocols();
     all.push(reachability::protocol());
     let serves = !listen.is_empty();
@@ -153,7 +153,7 @@ pub fn client(core: &str, addr: &str) {
 }
 
 async fn generate(addr: &str) -> Vec<Duration> {
-    let addr: hivemind::p2p::Multiaddr = addr.parse().expect("an address");
+    let addr: p2p::Multiaddr = addr.parse().expect("an address");
     let (p2p, _inbound) = node(Vec::new(), vec![addr.clone()]).await;
     let server = p2p.connect(addr).await.expect("connected");
     let mut stream = p2p.open_stream(server, names::INFERENCE, LIMIT).await.expect("a session");

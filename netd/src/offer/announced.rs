@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use hivemind::dht::driver::Dht;
-use hivemind::task;
-use hivemind::wire::records::ServerState;
+use p2p::task;
 use shared::control::WorkerUp;
 use shared::shm::board::Announcement;
+use swarm::dht::driver::Dht;
+use swarm::wire::records::ServerState;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;
@@ -14,9 +14,9 @@ use tracing::warn;
 
 use super::{Offer, status};
 use crate::join::Joined;
+use crate::membership::announce::{self, AnnounceConfig, Announcer, ServerStatus};
+use crate::membership::rebalance::{common, without};
 use crate::pings;
-use crate::swarm::announce::{self, AnnounceConfig, Announcer, ServerStatus};
-use crate::swarm::rebalance::{common, without};
 
 /// How long a move waits for the announcement of the new place before it counts as done; the
 /// announcer goes on.
@@ -99,7 +99,7 @@ impl Announced {
     /// From ONLINE at `from` to ONLINE at `to`, both of which are served now. In an order in which
     /// no reader sees blocks between the two (readers join the records of a peer into one
     /// span): what is left goes OFFLINE first, then the blocks in both change their record,
-    /// then the new ones go ONLINE. The order is checked in [`crate::swarm::rebalance`].
+    /// then the new ones go ONLINE. The order is checked in [`crate::membership::rebalance`].
     pub async fn move_to(
         &mut self,
         from: &Offer,

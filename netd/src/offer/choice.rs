@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use hivemind::view;
-use hivemind::wire::records::{ModelInfo, ServerInfo, ServerState};
 use shared::block::{BlockIndex, Span, is_prefix};
 use shared::config::SpanChoice;
 use shared::control::NetdInit;
@@ -11,14 +9,16 @@ use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::network::NetworkRate;
 use shared::survey::Capacity;
+use swarm::view;
+use swarm::wire::records::{ModelInfo, ServerInfo, ServerState};
 use tracing::{info, warn};
 
 use super::{Offer, Standing};
 use crate::fatal::Fatal;
 use crate::join::Joined;
+use crate::membership::announce::AnnounceConfig;
+use crate::membership::placement;
 use crate::rpc::PETALS_VERSION;
-use crate::swarm::announce::AnnounceConfig;
-use crate::swarm::placement;
 
 /// Longest wait of a newcomer before it chooses blocks: twice the mean of Petals' servers, so that
 /// those who were started together see one another (`server.py`, `mean_block_selection_delay`).

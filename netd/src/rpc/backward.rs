@@ -10,9 +10,9 @@
 
 use std::sync::Arc;
 
-use hivemind::wire::messages::{Compression, Tensor};
-use hivemind::wire::tensor::WireTensor;
 use shared::job::{JobBody, WorkKind};
+use swarm::wire::messages::{Compression, Tensor};
+use swarm::wire::tensor::WireTensor;
 
 use super::compute::{Arguments, explain, read, write};
 use super::request::Request;
@@ -64,7 +64,7 @@ async fn gradients(
     let JobBody { batch, tokens, hidden, dtype, .. } = job.body;
     let (count, length) = (job.body.blocks.len(), job.body.prompts.map(|prompts| prompts.tokens));
     let bound = bound(service, batch, tokens, length.unwrap_or(0))?;
-    let permit = service.order.admit(&job).await;
+    let permit = service.admission_queue.admit(&job).await;
     let workers = &service.workers;
     // Only now, as workers come and go meanwhile.
     let gradients = workers.gradients(job, bound)?;

@@ -7,12 +7,12 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::wire::messages::Tensor;
-use hivemind::wire::metadata::ArgsStructure;
-use hivemind::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 use shared::block::BlockIndex;
 use shared::dtype::DType;
 use shared::job::{JobBody, MAX_ROWS, Prompts, SlotRef, StepPages, WorkKind};
+use swarm::wire::messages::Tensor;
+use swarm::wire::metadata::ArgsStructure;
+use swarm::wire::tensor::{ShapeLimits, TensorError, WireDtype, WireTensor, raw_tensor};
 
 use super::reply::{self, INLINE_BYTES};
 use super::{Failure, Service};
@@ -232,7 +232,7 @@ impl Service {
         arguments: &Arguments,
     ) -> Result<(Tensor, JobTimes), Failure> {
         let arena = self.workers.arena();
-        let permit = self.order.admit(&job).await;
+        let permit = self.admission_queue.admit(&job).await;
         let slots = arena.reserve(&job.sizes(), job.slot_class()).await?;
         let holds = Arc::new(Holds { slots, pages: job.lease.take() });
         if let Some(prompts) = &arguments.prompts {

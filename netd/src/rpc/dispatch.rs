@@ -4,16 +4,16 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
-use hivemind::task;
-use hivemind::wire::resumption::NOT_SERVING;
+use p2p::task;
+use p2p::{Inbound, InboundStream, PeerId, UnaryResponder};
+use swarm::names;
+use swarm::wire::resumption::NOT_SERVING;
 use tokio::sync::{mpsc, watch};
 
-use super::whole;
+use super::passes;
 use super::{Failure, Service, inference, info, push};
-use crate::swarm::rate::{self, serve::Counterpart};
-use crate::swarm::reachability::Checker;
+use crate::membership::rate::{self, serve::Counterpart};
+use crate::membership::reachability::Checker;
 
 /// What handlers need.
 #[derive(Clone, Debug)]
@@ -67,11 +67,11 @@ impl Router {
         let outcome = match (protocol, service.clone()) {
             (_, None) => Err(not_yet()),
             (names::FORWARD, Some(service)) => {
-                return whole::serve_unary(&service, whole::FORWARD, peer, request, responder)
+                return passes::serve_unary(&service, passes::FORWARD, peer, request, responder)
                     .await;
             }
             (names::BACKWARD, Some(service)) => {
-                return whole::serve_unary(&service, whole::BACKWARD, peer, request, responder)
+                return passes::serve_unary(&service, passes::BACKWARD, peer, request, responder)
                     .await;
             }
             (names::INFO, Some(service)) => info::answer(&service, request),
@@ -98,10 +98,10 @@ impl Router {
             (_, None) => stream.fail(&not_yet().stream_text()).await,
             (names::INFERENCE, Some(service)) => inference::serve(&service, peer, stream).await,
             (names::FORWARD_STREAM, Some(service)) => {
-                whole::serve_stream(&service, whole::FORWARD, peer, stream).await;
+                passes::serve_stream(&service, passes::FORWARD, peer, stream).await;
             }
             (names::BACKWARD_STREAM, Some(service)) => {
-                whole::serve_stream(&service, whole::BACKWARD, peer, stream).await;
+                passes::serve_stream(&service, passes::BACKWARD, peer, stream).await;
             }
             _ => stream.fail("not served here").await,
         }

@@ -3,12 +3,12 @@
 
 use std::fmt;
 
-use hivemind::p2p::InboundError;
-use hivemind::wire::metadata::MetadataError;
-use hivemind::wire::packing::PackingError;
-use hivemind::wire::stream_parts::PartError;
-use hivemind::wire::tensor::TensorError;
+use p2p::InboundError;
 use shared::shm::board::Trouble;
+use swarm::wire::metadata::MetadataError;
+use swarm::wire::packing::PackingError;
+use swarm::wire::stream_parts::PartError;
+use swarm::wire::tensor::TensorError;
 
 use crate::sessions::admission::NoMemory;
 use crate::sessions::giving_way::MAX_SILENCE;

@@ -1,7 +1,7 @@
 //! `rpc_forward` and `rpc_forward_stream`: blocks over whole sequences, without a cache.
 
-use hivemind::wire::messages::Tensor;
 use shared::job::WorkKind;
+use swarm::wire::messages::Tensor;
 
 use super::compute::Arguments;
 use super::request::Request;

@@ -1,9 +1,9 @@
 //! `rpc_info`: what a client asks of a server once, before it uses it.
 
 use bytes::Bytes;
-use hivemind::wire::messages::{ExpertInfo, ExpertUid};
-use hivemind::wire::rpc_info::{RpcInfo, Schema};
 use prost::Message;
+use swarm::wire::messages::{ExpertInfo, ExpertUid};
+use swarm::wire::rpc_info::{RpcInfo, Schema};
 
 use super::{Failure, PETALS_VERSION, Service};
 

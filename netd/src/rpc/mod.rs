@@ -3,54 +3,54 @@
 //!
 //! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer
 //! sends is bounded: concurrent streams per protocol and peer by [`protocols`], frames by
-//! [`Service::max_request_bytes`], the bytes that they hold by [`hivemind::p2p::Purpose`], batch, tokens and session
+//! [`Service::max_request_bytes`], the bytes that they hold by [`p2p::Purpose`], batch, tokens and session
 //! length by the model's limits, KV memory by admission, arena memory by its queue. Large
-//! requests wait in a queue that is fair among peers ([`order`]). What is not served as asked is counted by
-//! kind ([`Troubles`]).
+//! requests wait in a queue that is fair among peers ([`admission_queue`]). What is not served as asked is counted by
+//! kind ([`ErrorCounts`]).
 
-pub(crate) mod aims;
+pub mod admission_queue;
 mod backward;
 pub mod compute;
+pub(crate) mod dial_budget;
 pub mod dispatch;
+mod error_counts;
 mod failure;
 mod forward;
 pub(crate) mod inference;
 mod info;
-pub(crate) mod onward;
-pub mod order;
+mod passes;
 mod push;
+pub(crate) mod push_client;
 pub(crate) mod registry;
 pub mod reply;
 pub(crate) mod request;
 pub mod resumption;
-mod troubles;
-mod whole;
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use hivemind::names;
-use hivemind::p2p::{P2p, ProtocolKind, ProtocolSpec};
-use hivemind::wire::messages::Compression;
-use hivemind::wire::metadata::RequestMetadata;
-use hivemind::wire::uid;
+use p2p::{P2p, ProtocolKind, ProtocolSpec};
 use shared::block::{BlockIndex, Span};
 use shared::config::NetdConfig;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::board::Trouble;
 use shared::shm::layout::TROUBLES;
+use swarm::names;
+use swarm::wire::messages::Compression;
+use swarm::wire::metadata::RequestMetadata;
+use swarm::wire::uid;
 use tokio::sync::watch;
 
 use crate::sessions::admission::KvMemory;
 use crate::telemetry::Telemetry;
 use crate::workers::Workers;
+use admission_queue::AdmissionQueue;
+pub use error_counts::ErrorCounts;
 pub use failure::Failure;
-use onward::Onward;
-use order::Order;
+use push_client::PushClient;
 use registry::Registry;
 use resumption::Resumption;
-pub use troubles::Troubles;
 
 /// What we call ourselves in records and `rpc_info`: the version of Petals whose behaviour this is.
 pub const PETALS_VERSION: &str = "2.3.0.dev2";
@@ -116,12 +116,12 @@ pub struct Service {
     /// What is counted of its work.
     pub telemetry: Arc<Telemetry>,
     /// Requests that were not served as asked.
-    pub troubles: Arc<Troubles>,
-    /// The order of large jobs.
-    pub order: Order,
+    pub troubles: Arc<ErrorCounts>,
+    /// Large jobs that wait for their turn.
+    pub admission_queue: AdmissionQueue,
     /// Compression of answers unless a request asks for another.
     compression: Compression,
-    onward: Onward,
+    push_client: PushClient,
     /// What a worker may keep during one request for gradients.
     gradient_bytes: u64,
     /// Whether it is only a client of the DHT, as a server that is reached through relays.
@@ -173,7 +173,7 @@ impl Service {
         Service::counting(parts, Arc::default())
     }
 
-    fn counting(parts: ServiceParts, troubles: Arc<Troubles>) -> Service {
+    fn counting(parts: ServiceParts, troubles: Arc<ErrorCounts>) -> Service {
         let ServiceParts {
             prefix,
             facts,
@@ -192,7 +192,7 @@ impl Service {
         } = parts;
         let max_request_bytes = request_bytes(&facts, &limits, span);
         p2p.make_room_for(max_request_bytes);
-        let onward = Onward::new(p2p, &prefix, troubles.clone());
+        let push_client = PushClient::new(p2p, &prefix, troubles.clone());
         Service {
             prefix,
             facts,
@@ -202,9 +202,9 @@ impl Service {
             timeouts,
             telemetry,
             troubles,
-            order: Order::default(),
+            admission_queue: AdmissionQueue::default(),
             compression: reply::wire(compression),
-            onward,
+            push_client,
             gradient_bytes,
             dht_client_mode,
             draining,
@@ -253,7 +253,7 @@ impl Service {
     /// that never reached a handler.
     pub fn all_troubles(&self) -> [u64; TROUBLES] {
         let mut counts = self.troubles.counts();
-        let refused = self.onward.p2p().inbound_figures();
+        let refused = self.push_client.p2p().inbound_figures();
         for (trouble, count) in [
             (Trouble::Malformed, refused.malformed),
             (Trouble::TooLarge, refused.too_large + refused.too_many),

@@ -11,13 +11,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
-use hivemind::wire::keys;
-use hivemind::wire::messages::ExpertRequest;
-use hivemind::wire::metadata::RequestMetadata;
-use hivemind::wire::packing;
+use p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::ExpertRequest;
+use swarm::wire::metadata::RequestMetadata;
+use swarm::wire::packing;
 use tokio::sync::watch;
 use tracing::debug;
 
@@ -74,7 +74,7 @@ pub async fn serve(
 
 /// What counts for a pushed step; `None`, and counted, if there is no room for it.
 fn keep(service: &Service, peer: PeerId, bytes: usize) -> Option<Reservation> {
-    let held = service.onward.p2p().keep_push(peer, bytes);
+    let held = service.push_client.p2p().keep_push(peer, bytes);
     if held.is_none() {
         service.troubles.count(Trouble::Push);
         debug!(%peer, bytes, "no room for a pushed step");

@@ -138,9 +138,9 @@ impl Drop for Registered {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hivemind::names;
-    use hivemind::wire::messages::ExpertRequest;
-    use hivemind::wire::metadata::RequestMetadata;
+    use swarm::names;
+    use swarm::wire::messages::ExpertRequest;
+    use swarm::wire::metadata::RequestMetadata;
 
     const BLOCKS: [BlockIndex; 2] = [BlockIndex(3), BlockIndex(4)];
 

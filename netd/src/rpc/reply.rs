@@ -2,10 +2,10 @@
 //! request asks for.
 
 use bytes::Bytes;
-use hivemind::wire::compression;
-use hivemind::wire::messages::{Compression, Tensor};
-use hivemind::wire::tensor::{WireDtype, raw_tensor, supports};
 use shared::dtype::DType;
+use swarm::wire::compression;
+use swarm::wire::messages::{Compression, Tensor};
+use swarm::wire::tensor::{WireDtype, raw_tensor, supports};
 
 use super::Failure;
 

@@ -1,13 +1,13 @@
 //! Requests as the handlers have them: decoded, and with the bytes that count for them.
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{PeerId, Reservation};
-use hivemind::wire::fields;
-use hivemind::wire::messages::{ExpertRequest, Tensor};
-use hivemind::wire::metadata::RequestMetadata;
+use p2p::{PeerId, Reservation};
 use prost::Message;
 use shared::block::BlockIndex;
+use swarm::names;
+use swarm::wire::fields;
+use swarm::wire::messages::{ExpertRequest, Tensor};
+use swarm::wire::metadata::RequestMetadata;
 use tokio::time::Instant;
 
 use super::Failure;

@@ -15,8 +15,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
-use hivemind::wire::resumption::{Resumable, Secret};
+use p2p::PeerId;
 use rand::TryRngCore;
 use rand::rngs::OsRng;
 use sha2::{Digest, Sha256};
@@ -24,6 +23,7 @@ use shared::block::BlockIndex;
 use shared::clock::monotonic_ns;
 use shared::job::MAX_ROWS;
 use shared::shm::sessions::{SESSION_RECORDS, SessionRecords};
+use swarm::wire::resumption::{Resumable, Secret};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tracing::{debug, info};
@@ -331,7 +331,7 @@ impl Resumption {
         let request = KvRequest { blocks: blocks.clone(), rows, max_length: length };
         let lease = service.kv.retake(peer, &request, pages).ok()?;
         // Its client comes back: a place is kept for the connection.
-        drop(service.onward.p2p().mark_session(peer));
+        drop(service.push_client.p2p().mark_session(peer));
         let losses = service.workers.kv_losses(&blocks);
         let mut session = Session::new(blocks, record.adapter, rows, tables, losses);
         session.last_step = record.last_step;

@@ -16,11 +16,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::task;
-use hivemind::view;
+use p2p::task;
 use shared::block::Span;
 use shared::control::{FromNetd, WorkerUp};
 use shared::network::NetworkRate;
+use swarm::view;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -28,9 +28,9 @@ use tracing::{debug, info, warn};
 
 use super::Daemon;
 use crate::control::Outbox;
+use crate::membership::rebalance::{Wish, opens_hole, without};
 use crate::offer::{Announced, Offer};
 use crate::rpc::Service;
-use crate::swarm::rebalance::{Wish, opens_hole, without};
 use crate::workers::Workers;
 
 /// Pause after the first move that failed; doubles with each in a row.

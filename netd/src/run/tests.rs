@@ -5,9 +5,6 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
-use hivemind::wire::messages::ExpertUid;
-use hivemind::wire::records::{ServerInfo, ServerState};
-use hivemind::{names, view};
 use prost::Message;
 use shared::block::Span;
 use shared::config::{DhtNodeConfig, NetdConfig, SpanChoice, Throughput};
@@ -17,6 +14,9 @@ use shared::shm::board::{Board, Occupant};
 use shared::shm::pair::RingIdentity;
 use shared::shm::sessions::SESSIONS_BYTES;
 use shared::survey::Capacity;
+use swarm::wire::messages::ExpertUid;
+use swarm::wire::records::{ServerInfo, ServerState};
+use swarm::{names, view};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -25,7 +25,7 @@ use crate::dht_node;
 use crate::rpc::tests::rig::{self, BLOCKS, DEADLINE, Linked, Memory, facts, hidden, until};
 
 mod moves;
-mod standing;
+mod readiness;
 
 /// A supervisor around one netd.
 struct Supervisor {

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use shared::ids::PageId;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;

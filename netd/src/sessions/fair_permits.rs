@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use tokio::sync::oneshot;
 
 use super::fair::{FairQueue, Ticket};

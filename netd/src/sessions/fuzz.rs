@@ -1,7 +1,7 @@
 //! Fuzz target of the records of sessions that outlive netd.
 
 use fuzzing::Target;
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use shared::block::{BlockIndex, Span};
 use shared::ids::PageId;
 

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::time::Duration;
 
-use hivemind::p2p::{Net, PeerId};
+use p2p::{Net, PeerId};
 
 /// A session that was silent for so long gives way. The pause between two steps of a client that
 /// computes is shorter.

@@ -12,7 +12,7 @@
 //! In Petals one waiter at the head blocks everybody behind it, also those that would fit, and
 //! makes requests without a timeout fail although there is room.
 
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use shared::ids::PageId;
 use tokio::time::Instant;
 

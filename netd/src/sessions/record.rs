@@ -5,7 +5,7 @@
 //! count is bounded before memory is taken for it, and [`super::table::SessionTables::restore`] and
 //! the pool check the pages.
 
-use hivemind::p2p::PeerId;
+use p2p::PeerId;
 use shared::block::BlockIndex;
 use shared::ids::PageId;
 use shared::job::MAX_ROWS;

@@ -18,7 +18,7 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::p2p::{Net, PeerId};
+use p2p::{Net, PeerId};
 use tokio::time::Instant;
 
 /// How long a refused request counts as one that waits: Petals' clients try again within seconds,

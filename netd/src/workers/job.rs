@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hivemind::p2p::PeerId;
-use hivemind::wire::messages::Compression;
+use p2p::PeerId;
 use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
+use swarm::wire::messages::Compression;
 
 use super::arena::{SHORT_STEP_TOKENS, SlotClass, SlotLease};
 use crate::sessions::admission::Lease;

@@ -16,7 +16,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use hivemind::task;
+use p2p::task;
 use shared::block::Span;
 use shared::clock::monotonic_ns;
 use shared::control::{DeathCause, WorkerUp};

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::unistd::Pid;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use crate::harness::Sepal;
 use crate::harness::demo::{BLOCKS, HIDDEN};
@@ -25,7 +25,7 @@ const SESSIONS_AFTER: u64 = 3;
 
 /// One session; `each` hears how long each step took.
 async fn session(peer: &Peer, mut each: impl FnMut(Duration)) -> Result<Vec<Vec<f32>>, String> {
-    let text = |error: hivemind::p2p::CallError| error.to_string();
+    let text = |error: p2p::CallError| error.to_string();
     let mut began = Instant::now();
     let mut session = peer.try_session(BLOCKS, (PROMPT + STEPS) as u32).await.map_err(text)?;
     let mut outputs = vec![session.step(noise(&[2, PROMPT, HIDDEN], 7), None).await.map_err(text)?];

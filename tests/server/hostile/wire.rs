@@ -5,7 +5,6 @@ use std::future::poll_fn;
 use std::task::{Context, Poll};
 
 use futures::AsyncWriteExt;
-use hivemind::p2p::{Keypair, Multiaddr};
 use libp2p::Transport;
 use libp2p::core::Endpoint;
 use libp2p::core::muxing::{StreamMuxerBox, StreamMuxerExt, SubstreamBox};
@@ -13,6 +12,7 @@ use libp2p::core::transport::{DialOpts, PortUse};
 use libp2p::core::upgrade::Version;
 use libp2p::multiaddr::Protocol;
 use libp2p::{noise, tcp, yamux};
+use p2p::{Keypair, Multiaddr};
 use tokio::sync::{mpsc, oneshot};
 
 /// Streams that are asked for at once.

@@ -18,9 +18,9 @@ use client::chain::Chain;
 use client::states::Hidden;
 use client::swarm::{Swarm, SwarmConfig};
 use faults::{Fault, MemoryGroup, Script, strike};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use nix::unistd::Pid;
 use shared::dtype::DType;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 const SECONDS_VARIABLE: &str = "SEPAL_SOAK_SECONDS";
 const SEED_VARIABLE: &str = "SEPAL_STORM_SEED";
@@ -83,8 +83,8 @@ async fn plain(
     seed: u32,
     mut each: impl FnMut(Instant),
 ) -> Result<Vec<Vec<f32>>, Failure> {
-    let text = |error: hivemind::p2p::CallError| Failure::Lost(error.to_string());
-    let unopened = |error: hivemind::p2p::CallError| Failure::Unopened(error.to_string());
+    let text = |error: p2p::CallError| Failure::Lost(error.to_string());
+    let unopened = |error: p2p::CallError| Failure::Unopened(error.to_string());
     let mut session = peer.try_session(BLOCKS, (PROMPT + STEPS) as u32).await.map_err(unopened)?;
     let began = Instant::now();
     let prompt = noise(&[2, PROMPT, HIDDEN], seed);

@@ -1,16 +1,16 @@
-//! Access of tests to the golden bytes in `netd/hivemind/tests/data`.
+//! Access of tests to the golden bytes in `netd/swarm/tests/data`.
 
 use serde_json::Value;
 
-pub const DHT_MESSAGES: &str = include_str!("../../../netd/hivemind/tests/data/dht_messages.json");
-pub const DHT_RECORDS: &str = include_str!("../../../netd/hivemind/tests/data/dht_records.json");
-pub const DHTID: &str = include_str!("../../../netd/hivemind/tests/data/dhtid.json");
+pub const DHT_MESSAGES: &str = include_str!("../../../netd/swarm/tests/data/dht_messages.json");
+pub const DHT_RECORDS: &str = include_str!("../../../netd/swarm/tests/data/dht_records.json");
+pub const DHTID: &str = include_str!("../../../netd/swarm/tests/data/dhtid.json");
 pub const EXPERT_MESSAGES: &str =
-    include_str!("../../../netd/hivemind/tests/data/expert_messages.json");
-pub const MSGPACK: &str = include_str!("../../../netd/hivemind/tests/data/msgpack.json");
-pub const SPLIT: &str = include_str!("../../../netd/hivemind/tests/data/split_for_streaming.json");
-pub const TENSORS: &str = include_str!("../../../netd/hivemind/tests/data/tensors.json");
-pub const TRANSCRIPTS: &str = include_str!("../../../netd/hivemind/tests/data/transcripts.json");
+    include_str!("../../../netd/swarm/tests/data/expert_messages.json");
+pub const MSGPACK: &str = include_str!("../../../netd/swarm/tests/data/msgpack.json");
+pub const SPLIT: &str = include_str!("../../../netd/swarm/tests/data/split_for_streaming.json");
+pub const TENSORS: &str = include_str!("../../../netd/swarm/tests/data/tensors.json");
+pub const TRANSCRIPTS: &str = include_str!("../../../netd/swarm/tests/data/transcripts.json");
 
 /// The whole file.
 pub fn file(text: &str) -> Value {

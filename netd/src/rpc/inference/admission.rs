@@ -4,10 +4,10 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::p2p::PeerId;
-use hivemind::wire::messages::Tensor;
-use hivemind::wire::resumption::Secret;
+use p2p::PeerId;
 use shared::job::MAX_ROWS;
+use swarm::wire::messages::Tensor;
+use swarm::wire::resumption::Secret;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
@@ -56,7 +56,7 @@ async fn resume(
         slot: Some(slot),
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
-        _mark: service.onward.p2p().mark_session(peer),
+        _mark: service.push_client.p2p().mark_session(peer),
         ends: Instant::now() + left,
     })
 }
@@ -153,7 +153,7 @@ pub(super) async fn admit(
         slot,
         unconfirmed: Unconfirmed::default(),
         next_hop: None,
-        _mark: service.onward.p2p().mark_session(peer),
+        _mark: service.push_client.p2p().mark_session(peer),
         ends: Instant::now() + lasts,
     })
 }

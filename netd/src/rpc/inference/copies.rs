@@ -10,10 +10,10 @@
 
 use std::collections::VecDeque;
 
-use hivemind::wire::messages::Tensor;
-use hivemind::wire::metadata::ArgsStructure;
-use hivemind::wire::tensor::{TensorError, WireTensor};
 use shared::dtype::DType;
+use swarm::wire::messages::Tensor;
+use swarm::wire::metadata::ArgsStructure;
+use swarm::wire::tensor::{TensorError, WireTensor};
 
 use crate::rpc::Failure;
 use crate::rpc::compute::Arguments;

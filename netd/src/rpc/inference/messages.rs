@@ -1,6 +1,6 @@
 //! The caller's messages of a session.
 
-use hivemind::p2p::{InboundError, InboundReader, PeerId, Purpose};
+use p2p::{InboundError, InboundReader, PeerId, Purpose};
 use tokio::time::Instant;
 
 use super::SessionEnd;

@@ -1,10 +1,10 @@
 //! One step of a session: computed once, from whichever copy comes first.
 
 use bytes::Bytes;
-use hivemind::wire::messages::{Compression, ExpertResponse, Tensor};
-use hivemind::wire::step_times::StepTimes;
 use shared::job::WorkKind;
 use shared::shm::board::Trouble;
+use swarm::wire::messages::{Compression, ExpertResponse, Tensor};
+use swarm::wire::step_times::StepTimes;
 use tracing::debug;
 
 use super::copies::is_same;
@@ -119,7 +119,7 @@ async fn compute_step(
         return Err(Failure::bad(text));
     }
     check_kv(service, session)?;
-    service.onward.prepare(&mut open.next_hop, open.caller.peer, metadata);
+    service.push_client.prepare(&mut open.next_hop, open.caller.peer, metadata);
     // A step that comes again finds the rows in its order.
     let step_id = metadata.step_id.as_deref();
     let hypo_ids = arguments.hypo_ids.as_deref().filter(|_| !session.was_last(step_id));
@@ -138,7 +138,12 @@ async fn compute_step(
             session.tables.commit();
             session.computed(step_id);
             if arguments.prompts.is_none() {
-                service.onward.push(open.next_hop.as_ref(), metadata, &output, &request.tensors);
+                service.push_client.push(
+                    open.next_hop.as_ref(),
+                    metadata,
+                    &output,
+                    &request.tensors,
+                );
             }
             Ok(Computed { output, times, tokens, is_reordered: hypo_ids.is_some() })
         }

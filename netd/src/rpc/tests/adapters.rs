@@ -1,14 +1,14 @@
 //! Requests that choose an adapter: its index reaches the workers in every kind of job.
 
-use hivemind::names;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
 use shared::block::Span;
 use shared::job::WorkKind;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::msgpack::Value;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::errors::with_key;
 use super::rig::*;

@@ -2,19 +2,19 @@
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use hivemind::names;
-use hivemind::p2p::CallError;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::stream_parts::{PartAssembler, PartLimits, split};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use p2p::CallError;
 use prost::Message;
 use shared::block::Span;
 use shared::control::DeathCause::Outside;
 use shared::job::WorkKind;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::msgpack::Value;
+use swarm::wire::stream_parts::{PartAssembler, PartLimits, split};
+use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 
 use super::rig::*;
 use crate::clock::skip;

@@ -1,12 +1,12 @@
 //! Two servers of one chain: what the first computes reaches the second by push, and the client's
 //! own copy is dropped there.
 
-use hivemind::names;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::msgpack::Value;
 use prost::Message;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::msgpack::Value;
 
 use super::errors::with_key;
 use super::rig::*;
@@ -71,7 +71,7 @@ async fn a_push_that_nobody_takes_is_counted_and_hurts_nobody() {
     let mut session = rig.session().await;
     let message = step(&mut session, hidden(1, &[1.0]), 0..4, Vec::new());
     session.ask(&message).await.unwrap();
-    let nobody = hivemind::p2p::PeerId::random().to_string();
+    let nobody = p2p::PeerId::random().to_string();
     let next = |peer: &str, start: u32, end: u32| {
         Value::Tuple(vec![Value::str(peer), Value::str("s"), Value::uint(start), Value::uint(end)])
     };

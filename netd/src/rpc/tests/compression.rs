@@ -1,15 +1,15 @@
 //! Answers in every compression, by the server's setting and by the request's wish, and requests in
 //! every compression.
 
-use hivemind::names;
-use hivemind::wire::compression::encode;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::rpc_info::RpcInfo;
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
+use swarm::names;
+use swarm::wire::compression::encode;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::msgpack::Value;
+use swarm::wire::rpc_info::RpcInfo;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::errors::with_key;
 use super::rig::*;

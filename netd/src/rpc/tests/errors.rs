@@ -1,12 +1,12 @@
 //! Bad requests: each gets one clear text, and a session beside it goes on.
 
-use hivemind::names;
-use hivemind::p2p::CallError;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::msgpack::{Limits, Value};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use p2p::CallError;
 use prost::Message;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::msgpack::{Limits, Value};
+use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 
 use shared::shm::board::Trouble;
 

@@ -4,15 +4,15 @@
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use hivemind::names;
-use hivemind::p2p::CallError;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::tensor::{WireDtype, dummy_tensor};
+use p2p::CallError;
 use prost::Message;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::msgpack::Value;
+use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
 use super::rig::*;
 use crate::clock::skip;
@@ -33,7 +33,7 @@ async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
     let rig = Rig::new().await;
     let quiet = rig.peer().await;
     rig.memory().orders.paused.store(true, SeqCst);
-    let ask = |node: hivemind::p2p::P2p, tokens| {
+    let ask = |node: p2p::P2p, tokens| {
         let server = rig.server;
         tokio::spawn(async move {
             let bytes = forward(tokens).encode_to_vec().into();
@@ -41,9 +41,9 @@ async fn one_peer_with_many_large_requests_does_not_hold_up_another() {
         })
     };
     let flood: Vec<_> = (0..FLOOD).map(|_| ask(rig.client.clone(), 300)).collect();
-    until(|| rig.service.order.waiting() == FLOOD - 4).await;
+    until(|| rig.service.admission_queue.waiting() == FLOOD - 4).await;
     let other = ask(quiet, 200);
-    until(|| rig.service.order.waiting() == FLOOD - 3).await;
+    until(|| rig.service.admission_queue.waiting() == FLOOD - 3).await;
     rig.memory().orders.paused.store(false, SeqCst);
     other.await.unwrap().unwrap();
     for request in flood {

@@ -3,16 +3,16 @@
 
 use std::sync::atomic::Ordering;
 
-use hivemind::names;
-use hivemind::p2p::{P2p, RpcStream};
-use hivemind::wire::compression::encode;
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::msgpack::Value;
-use hivemind::wire::packing::pack;
-use hivemind::wire::tensor::{WireDtype, raw_tensor};
+use p2p::{P2p, RpcStream};
 use prost::Message;
 use shared::shm::board::Trouble;
+use swarm::names;
+use swarm::wire::compression::encode;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::msgpack::Value;
+use swarm::wire::packing::pack;
+use swarm::wire::tensor::{WireDtype, raw_tensor};
 
 use super::errors::with_key;
 use super::rig::*;

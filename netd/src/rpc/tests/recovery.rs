@@ -226,7 +226,7 @@ async fn a_full_arena_slows_down_and_loses_nothing() {
             })
         })
         .collect();
-    let waiting = || rig.service.workers.arena().waiting() + rig.service.order.waiting();
+    let waiting = || rig.service.workers.arena().waiting() + rig.service.admission_queue.waiting();
     until(|| waiting() == 5).await;
     rig.memory().orders.paused.store(false, SeqCst);
     for client in clients {
@@ -248,17 +248,15 @@ async fn more_jobs_than_the_ring_holds_all_get_done() {
                 let request = crate::rpc::compute::Arguments::of(
                     &[
                         hidden(1, &[1.0]),
-                        hivemind::wire::tensor::dummy_tensor(
-                            hivemind::wire::tensor::WireDtype::F32,
-                        ),
+                        swarm::wire::tensor::dummy_tensor(swarm::wire::tensor::WireDtype::F32),
                     ],
                     None,
                     false,
                 );
                 let caller = crate::workers::job::Caller {
-                    peer: hivemind::p2p::PeerId::random(),
+                    peer: p2p::PeerId::random(),
                     points: 0.0,
-                    compression: hivemind::wire::messages::Compression::None,
+                    compression: swarm::wire::messages::Compression::None,
                 };
                 let blocks = vec![shared::block::BlockIndex(0)];
                 {

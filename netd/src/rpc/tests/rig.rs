@@ -15,11 +15,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use hivemind::names;
-use hivemind::p2p::{CallError, Keypair, P2p, P2pConfig, PeerId, RpcStream, Traversal};
-use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
-use hivemind::wire::metadata::StepMetadata;
-use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use p2p::{CallError, Keypair, P2p, P2pConfig, PeerId, RpcStream, Traversal};
 use prost::Message;
 use shared::block::{BlockIndex, Span};
 use shared::control::{DeathCause, FdTag, LinkInit, WorkerUp};
@@ -33,15 +29,19 @@ use shared::shm::doorbell::Doorbell;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
 use shared::survey::Capacity;
+use swarm::names;
+use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
+use swarm::wire::metadata::StepMetadata;
+use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use tokio::sync::watch;
 
+use crate::membership::reachability::{self, Checker};
 use crate::rpc::dispatch::Router;
 use crate::rpc::{Service, ServiceParts, Timeouts, protocols};
 use crate::sessions::admission::KvMemory;
 use crate::sessions::pool::Pool;
 use crate::sessions::queue::WaitQueue;
 use crate::sessions::shares::NetOf;
-use crate::swarm::reachability::{self, Checker};
 use crate::workers::Workers;
 use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
@@ -106,7 +106,7 @@ pub struct Rig {
     pub broken: tokio::sync::mpsc::Receiver<Broken>,
     pub arena: MemfdSegment,
     pub node: P2p,
-    pub address: hivemind::p2p::Multiaddr,
+    pub address: p2p::Multiaddr,
 }
 
 pub fn facts() -> ModelFacts {
@@ -144,8 +144,8 @@ pub fn unique() -> String {
 
 async fn node(
     listen: bool,
-    initial_peers: Vec<hivemind::p2p::Multiaddr>,
-) -> (P2p, tokio::sync::mpsc::Receiver<hivemind::p2p::Inbound>) {
+    initial_peers: Vec<p2p::Multiaddr>,
+) -> (P2p, tokio::sync::mpsc::Receiver<p2p::Inbound>) {
     let mut all = protocols();
     all.push(reachability::protocol());
     let config = P2pConfig {
@@ -224,7 +224,7 @@ impl Rig {
         let (_, serving) = watch::channel(Some(service.clone()));
         let router = Router {
             checker: Checker::new(server.clone()),
-            counterpart: crate::swarm::rate::serve::Counterpart::new(server.clone()),
+            counterpart: crate::membership::rate::serve::Counterpart::new(server.clone()),
             service: serving,
         };
         tokio::spawn(
@@ -538,7 +538,7 @@ pub fn firsts(tensor: &Tensor) -> Vec<f32> {
 }
 
 pub fn uids(blocks: std::ops::Range<u32>) -> String {
-    hivemind::wire::uid::chain(PREFIX, blocks)
+    swarm::wire::uid::chain(PREFIX, blocks)
 }
 
 /// One session of a client.

@@ -1,17 +1,17 @@
 //! What sessions and requests compute.
 
-use hivemind::names;
-use hivemind::p2p::{CallError, PeerId};
-use hivemind::wire::keys;
-use hivemind::wire::messages::*;
-use hivemind::wire::metadata::encode_batch_metadata;
-use hivemind::wire::msgpack::{Limits, Value};
-use hivemind::wire::rpc_info::RpcInfo;
-use hivemind::wire::stream_parts::{PART_BYTES, split};
-use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use p2p::{CallError, PeerId};
 use prost::Message;
 use shared::block::Span;
 use shared::job::WorkKind;
+use swarm::names;
+use swarm::wire::keys;
+use swarm::wire::messages::*;
+use swarm::wire::metadata::encode_batch_metadata;
+use swarm::wire::msgpack::{Limits, Value};
+use swarm::wire::rpc_info::RpcInfo;
+use swarm::wire::stream_parts::{PART_BYTES, split};
+use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use testkit::golden;
 
 use super::rig::*;

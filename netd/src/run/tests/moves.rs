@@ -1,9 +1,9 @@
 //! Moves: what other nodes read at each step, and what becomes of sessions.
 
-use hivemind::wire::records::ModelInfo;
+use swarm::wire::records::ModelInfo;
 
 use super::*;
-use crate::swarm::announce::{self, AnnounceConfig, ServerStatus};
+use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
 
 fn span(start: u32, end: u32) -> Span {
     Span::new(start, end).unwrap()
@@ -94,7 +94,7 @@ async fn session(node: &Joined, peer_id: &str) -> rig::Client {
 async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
     use ServerState::{Joining, Offline, Online};
     let node = bootstrap_node().await;
-    let other = hivemind::p2p::PeerId::random().to_base58();
+    let other = p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     let mut old = session(&node, &peer_id).await;
     let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
@@ -142,7 +142,7 @@ async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
 async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
     use ServerState::{Offline, Online};
     let node = bootstrap_node().await;
-    let other = hivemind::p2p::PeerId::random().to_base58();
+    let other = p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
     let failed = ToNetd::MoveFailed { to: span(2, 4), why: "no room".into() };
@@ -156,7 +156,7 @@ async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
 async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
     use ServerState::{Joining, Offline, Online};
     let node = bootstrap_node().await;
-    let other = hivemind::p2p::PeerId::random().to_base58();
+    let other = p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     let mut old = session(&node, &peer_id).await;
     let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
@@ -188,7 +188,7 @@ async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_move_is_called_off_when_the_old_blocks_have_lost_their_other_server() {
     let node = bootstrap_node().await;
-    let other = hivemind::p2p::PeerId::random().to_base58();
+    let other = p2p::PeerId::random().to_base58();
     let (mut supervisor, peer_id) = until_wish(&node, &other).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
     publish_other(&node, &other, ServerState::Offline).await;

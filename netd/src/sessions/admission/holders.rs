@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hivemind::p2p::{Net, PeerId};
+use p2p::{Net, PeerId};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 

@@ -13,12 +13,12 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use hivemind::p2p::{
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
+use p2p::{
     Inbound, InboundStream, Keypair, P2p, P2pConfig, PeerId, ProtocolKind, ProtocolSpec, RpcStream,
     Traversal,
 };
-use nix::sys::resource::{UsageWho, getrusage};
-use nix::sys::time::TimeValLike;
 use tokio::sync::mpsc;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;

@@ -1,5 +1,5 @@
 //! The servers: they come, choose blocks, load, serve, ask whether to move, and leave. The decisions are those of
-//! [`netd::swarm::placement`]; what they see of the swarm is five seconds old.
+//! [`netd::membership::placement`]; what they see of the swarm is five seconds old.
 //!
 //! It takes two minutes to serve other blocks: 100 s until they are downloaded and converted, 20 s until they are on the device. A server
 //! of Petals that moves is offline, chooses within ten seconds, joins, and is online two minutes later. One of Sepal shows where it goes
@@ -12,13 +12,13 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
-use hivemind::view::ServerSpan;
-use hivemind::wire::records::{ServerInfo, ServerState};
-use netd::swarm::placement::steady::{Rebalancer, patience};
-use netd::swarm::placement::{Decision, best_start_without, should_choose_other_blocks};
+use netd::membership::placement::hysteresis::{Rebalancer, patience};
+use netd::membership::placement::{Decision, best_start_without, should_choose_other_blocks};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
+use swarm::view::ServerSpan;
+use swarm::wire::records::{ServerInfo, ServerState};
 
 use crate::population::{BLOCKS, Machine};
 use crate::routing::{Directory, Record};

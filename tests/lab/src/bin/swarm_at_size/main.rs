@@ -1,4 +1,4 @@
-//! A swarm of a thousand servers and ten thousand clients on one clock, under the real decisions of [`netd::swarm::placement`]: Petals'
+//! A swarm of a thousand servers and ten thousand clients on one clock, under the real decisions of [`netd::membership::placement`]: Petals'
 //! rule, ours, and one half each, among the same machines and people. Clients route as Petals' client does. Prints a row for each run.
 //!
 //! `cargo run --release -p lab --bin swarm_at_size -- --servers 1000 --clients 10000 --seeds 10 --hours 2 --loss 0.333`
