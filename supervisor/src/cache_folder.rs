@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use crate::instance::{fault_of, make_private};
 
 /// The folder in which every user may make folders.
-pub(crate) const TMP: &str = "/tmp";
+pub const TMP: &str = "/tmp";
 
 /// The folder of this user in `tmp`.
-pub(crate) fn own_folder(tmp: &Path) -> PathBuf {
+pub fn own_folder(tmp: &Path) -> PathBuf {
     tmp.join(format!("sepal-{}", nix::unistd::geteuid()))
 }
 
 /// The cache folder of this user in `tmp`.
-pub(crate) fn without_home(tmp: &Path) -> PathBuf {
+pub fn without_home(tmp: &Path) -> PathBuf {
     own_folder(tmp).join("cache")
 }
 
@@ -54,7 +54,7 @@ pub fn make_for<'a>(
 }
 
 /// [`check`] with `tmp` in place of `/tmp`.
-pub(crate) fn check_in(tmp: &Path, cache: &Path) -> Result<(), String> {
+pub fn check_in(tmp: &Path, cache: &Path) -> Result<(), String> {
     let own = own_folder(tmp);
     if cache != without_home(tmp) {
         return Ok(());

@@ -28,7 +28,7 @@ use shared::warpgroups::{WarpgroupKernels, Warpgroups};
 use tracing::{info, warn};
 
 use crate::cache_folder;
-use crate::cli::{MAX_DEVICES, threads};
+use crate::placement::{MAX_DEVICES, threads};
 use sample::Candidate;
 use subprocess::{Output, Subprocess};
 use verdict::{Subject, sentence};
@@ -352,6 +352,7 @@ mod tests {
     use std::process::ExitStatus;
 
     use super::*;
+    use crate::fixtures;
 
     fn output(code: i32, errors: &str) -> Output {
         let status = Some(ExitStatus::from_raw(code << 8));
@@ -383,7 +384,8 @@ mod tests {
         let devices = vec![Err("too old".to_owned()), Ok(found(1)), Ok(found(2))];
         let list = CudaDevices { driver_version: 12_080, devices };
         let of = |uuid: &str| {
-            let mut config = crate::cli::tests::serve("m --device cpu,cuda:GPU-0,cuda:0");
+            let devices = vec![Device::Cpu, Device::Cuda(u32::MAX), Device::Cuda(0)];
+            let mut config = ServeConfig { devices, ..fixtures::serve_config() };
             config.uuids = vec![(1, uuid.parse().unwrap())];
             numbered(&mut config, &list).map(|()| config.devices)
         };

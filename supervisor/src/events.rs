@@ -46,7 +46,6 @@ use tracing::{error, warn};
 
 use crate::channel::{Heard, Wake};
 use crate::child_process::{ChildProcess, slot_of};
-use crate::cli::Settings;
 use crate::devices::Examination;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
@@ -82,10 +81,12 @@ pub fn run(
     config: ServeConfig,
     instance: &Instance,
     feed: &mut Option<Feed>,
+    reread: Reread<'_>,
 ) -> Result<Outcome, LoopError> {
-    Driver::new(config, instance, feed)?.run()
+    Driver::new(config, instance, feed, reread)?.run()
 }
 
+pub use reload::{Reread, Settings};
 pub use upgrade::resume;
 use upgrade::{Upgrade, UpgradeNotes};
 
@@ -162,6 +163,7 @@ struct Driver<'a> {
     wake: Wake,
     status: StatusSocket,
     signals: SignalFd,
+    reread: Reread<'a>,
     /// The settings at the start, and those taken over since.
     settings: Option<Settings>,
     liveness: Liveness,
@@ -203,6 +205,7 @@ impl<'a> Driver<'a> {
         config: ServeConfig,
         instance: &'a Instance,
         feed: &'a mut Option<Feed>,
+        reread: Reread<'a>,
     ) -> Result<Driver<'a>, LoopError> {
         let policy = Policy {
             restart: config.restart,
@@ -229,7 +232,7 @@ impl<'a> Driver<'a> {
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             arguments: std::env::args_os().collect(),
         };
-        Driver::of_parts(config, instance, feed, parts)
+        Driver::of_parts(config, instance, feed, reread, parts)
     }
 
     /// A driver of what was made now, or handed over by another executable.
@@ -237,6 +240,7 @@ impl<'a> Driver<'a> {
         config: ServeConfig,
         instance: &'a Instance,
         feed: &'a mut Option<Feed>,
+        reread: Reread<'a>,
         parts: Parts,
     ) -> Result<Driver<'a>, LoopError> {
         let liveness = Liveness::of(config.restart.hang_timeout);
@@ -266,7 +270,8 @@ impl<'a> Driver<'a> {
             status,
             wake,
             signals,
-            settings: reload::settings(&arguments).ok(),
+            settings: reread(&arguments).ok(),
+            reread,
             liveness,
             next_reading: now + liveness.pace,
             service: Service::of_environment(now),

@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 use fuzzing::{Target, outcome};
 use shared::block::Span;
 use shared::build::Build;
+use shared::config::{Device, ServeConfig, SpanChoice};
 use shared::control::{FromNetd, FromPrepare};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::pair::RingIdentity;
 use shared::survey::Survey;
 
+use crate::fixtures;
 use crate::handed::{Fd, Handed};
 use crate::handover::{HandedChild, Handover, Pending};
 use crate::instance::Instance;
@@ -23,7 +25,7 @@ use crate::tree::{ChildId, Event, Policy, Tree, Up};
 use crate::weights::Weights;
 
 /// A tree whose workers were started.
-fn tree(config: &shared::config::ServeConfig) -> Tree {
+fn tree(config: &ServeConfig) -> Tree {
     let mut tree = Tree::new(Policy {
         restart: config.restart,
         drain_timeout: config.drain_timeout,
@@ -54,7 +56,7 @@ fn tree(config: &shared::config::ServeConfig) -> Tree {
 }
 
 /// The state of a run with all kinds of segments.
-fn state(line: &str) -> Vec<u8> {
+fn state(config: ServeConfig) -> Vec<u8> {
     let folder = tempfile::tempdir().expect("a folder");
     let instance = Instance::claim(folder.path(), None).expect("an instance");
     let mut segments = Segments::new(&instance, 0).expect("segments");
@@ -65,7 +67,6 @@ fn state(line: &str) -> Vec<u8> {
         RingIdentity { worker, worker_generation: Generation(1), netd_generation: Generation(1) };
     segments.make_rings(&instance, identity).expect("rings");
     let mut handed = Handed::default();
-    let config = crate::cli::tests::serve(line);
     let child = HandedChild {
         id: ChildId::Worker(worker),
         generation: Generation(1),
@@ -103,8 +104,11 @@ fn state(line: &str) -> Vec<u8> {
 
 #[test]
 fn fuzz_states_of_an_upgrade() {
-    let lines = ["m --new_swarm", "m --num_blocks 4 --device cpu,cpu --metrics 127.0.0.1:9"];
-    Target::new("states of an upgrade", lines.map(state)).fuzz(|input| {
+    let one = fixtures::serve_config();
+    let mut two = ServeConfig { devices: vec![Device::Cpu; 2], ..one.clone() };
+    two.netd.span = SpanChoice::Count(4);
+    two.metrics = Some("127.0.0.1:9".parse().expect("an address"));
+    Target::new("states of an upgrade", [one, two].map(state)).fuzz(|input| {
         let read = Handover::read(input);
         if let Ok(state) = &read {
             let again = postcard::to_allocvec(state).expect("bytes");

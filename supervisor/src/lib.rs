@@ -10,30 +10,26 @@
 //! | [`cache_folder`] | whether the cache folder may be used where there is no home |
 //! | [`instance`] | the name of a run, and what tells a live run from a dead one |
 //! | [`placement`], [`sizing`] | which device serves which blocks, and how many fit |
-//! | [`plan`] | `sepal plan`: what a run would serve |
-//! | [`cli`] | flags and environment |
 //! | [`devices`] | the devices that serve when none was named, and what is known of their warpgroups |
-//! | [`status`], [`report`] | `sepal status` with the socket that it asks, and what it shows |
+//! | [`status`], [`report`] | the socket that `sepal status` asks, and what it is told |
 //! | [`handover`] | how one executable hands a run over to the next |
 //! | [`listener`] | the listening sockets of `--metrics` and `--web` |
 //! | [`weights`] | the files of the weights, open |
 //! | [`web`] | the page of `--web`, which a gateway of its own process serves |
 //! | [`feed`] | what happens, for the program that started the server |
 //! | [`restarts`] | why children were started again |
-//! | [`doctor`] | `sepal doctor` |
 //! | [`service`] | what a service manager such as systemd is told |
-//! | [`top`] | `sepal top`, the live view on a terminal |
 //! | [`terminal`] | what a person at a terminal sees in place of the log |
 #![deny(unsafe_code)]
 
 pub mod cache_folder;
 pub mod channel;
 pub mod child_process;
-pub mod cli;
 pub mod devices;
-pub mod doctor;
 pub mod events;
 pub mod feed;
+#[cfg(test)]
+mod fixtures;
 #[cfg(test)]
 mod fuzz;
 pub mod handed;
@@ -42,7 +38,6 @@ pub mod instance;
 pub mod listener;
 mod moment;
 pub mod placement;
-pub mod plan;
 pub mod report;
 pub mod restarts;
 pub mod segments;
@@ -51,7 +46,6 @@ pub mod sizing;
 pub mod spawn;
 pub mod status;
 pub mod terminal;
-pub mod top;
 pub mod tree;
 pub mod uplink;
 pub mod web;
@@ -67,6 +61,7 @@ use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 
 use crate::events::Outcome;
+pub use crate::events::{Reread, Settings};
 use crate::feed::Feed;
 use crate::handover::Handover;
 use crate::instance::Instance;
@@ -74,22 +69,22 @@ use crate::instance::Instance;
 /// Runs an instance to its end: returns when every child is reaped and every segment removed. Call
 /// it on the main thread of a process that does nothing else: it blocks SIGINT, SIGTERM and SIGHUP
 /// for good, and children die with the thread. `notes` are logged first; what goes wrong is in the
-/// log.
-pub fn serve(config: ServeConfig, notes: &[String]) -> ExitReason {
+/// log. `reread` reads the settings again after SIGHUP.
+pub fn serve(config: ServeConfig, notes: &[String], reread: Reread<'_>) -> ExitReason {
     let identity = Identity { role: "supervisor", worker: None, generation: None };
     if let Err(error) = init_logging(&config.log, identity) {
         eprintln!("sepal: {}", with_causes(&error));
         return ExitReason::BadConfig;
     }
-    cli::log_notes(notes);
+    notes.iter().for_each(|note| warn!("{note}"));
     let mut feed = feed_of(&config);
-    let outcome = run(config, &mut feed);
+    let outcome = run(config, &mut feed, reread);
     ended(outcome, feed, std::env::args_os().collect())
 }
 
 /// Goes on with the run that another executable handed over to this one, in this process, to its end.
 /// `state` is the number of the descriptor that it left.
-pub fn resume(state: i32) -> ExitReason {
+pub fn resume(state: i32, reread: Reread<'_>) -> ExitReason {
     let state = match handover::take(state) {
         Ok(state) => state,
         Err(error) => {
@@ -104,7 +99,7 @@ pub fn resume(state: i32) -> ExitReason {
     }
     let mut feed = feed_of(&state.config);
     let arguments = state.arguments.clone();
-    let outcome = go_on(state, &mut feed);
+    let outcome = go_on(state, &mut feed, reread);
     ended(outcome, feed, arguments)
 }
 
@@ -135,7 +130,7 @@ fn ended(outcome: Outcome, feed: Option<Feed>, arguments: Vec<OsString>) -> Exit
 }
 
 /// Runs what another executable handed over, once there is a log.
-fn go_on(mut state: Handover, feed: &mut Option<Feed>) -> Outcome {
+fn go_on(mut state: Handover, feed: &mut Option<Feed>, reread: Reread<'_>) -> Outcome {
     let failed =
         |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
     let name = std::mem::take(&mut state.instance);
@@ -150,7 +145,7 @@ fn go_on(mut state: Handover, feed: &mut Option<Feed>) -> Outcome {
     keep_sockets_in(&instance);
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, before = state.build.version, "taking over");
-    finish(events::resume(state, &instance, feed), &instance)
+    finish(events::resume(state, &instance, feed, reread), &instance)
 }
 
 fn finish(outcome: Result<Outcome, events::LoopError>, instance: &Instance) -> Outcome {
@@ -175,7 +170,7 @@ fn keep_sockets_in(instance: &Instance) {
 }
 
 /// Runs an instance once there is a log.
-fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
+fn run(mut config: ServeConfig, feed: &mut Option<Feed>, reread: Reread<'_>) -> Outcome {
     let failed =
         |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
     if let Err(why) = devices::choose(&mut config) {
@@ -190,10 +185,10 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>) -> Outcome {
     config.netd.identity_path.get_or_insert_with(|| instance.key());
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
-    for device in cli::crowded(&config.devices, config.world_size) {
+    for device in placement::crowded(&config.devices, config.world_size) {
         warn!(%device, "ranks of a group share one CUDA device: they compute in turns");
     }
-    finish(events::run(config, &instance, feed), &instance)
+    finish(events::run(config, &instance, feed, reread), &instance)
 }
 
 /// Sets the soft limit of open files to `wanted`, which children inherit (`run_server.py`,

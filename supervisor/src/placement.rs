@@ -1,10 +1,16 @@
 //! Which group of devices serves which part of the span: pure arithmetic, no processes. Most groups
 //! are a single device.
 
+use std::thread::available_parallelism;
+
 use serde::{Deserialize, Serialize};
 use shared::block::Span;
 use shared::config::Device;
 use shared::ids::{GroupId, Rank, WorkerId, WorldSize};
+use shared::processor::Processor;
+
+/// Most workers of an instance: the board has 32 seats, two of which are not for workers.
+pub const MAX_DEVICES: usize = 15;
 
 /// A group of devices that can serve, and how fast it is beside the others.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -163,6 +169,39 @@ pub fn longest_rest(parts: impl IntoIterator<Item = Span>) -> Option<Span> {
     )
 }
 
+/// CUDA devices that have several ranks of one group, for the log: each is named once.
+pub fn crowded(devices: &[Device], world_size: usize) -> Vec<Device> {
+    let mut crowded = Vec::new();
+    for group in devices.chunks(world_size.max(1)) {
+        for (rank, device) in group.iter().enumerate() {
+            let is_again = group[..rank].contains(device) && !crowded.contains(device);
+            if is_again && matches!(device, Device::Cuda(_)) {
+                crowded.push(*device);
+            }
+        }
+    }
+    crowded
+}
+
+/// Compute threads of each worker on `devices`: the cores, divided by the workers that share them.
+pub fn threads(asked: Option<u32>, devices: &[Device], processor: &Processor) -> u32 {
+    threads_of(asked, devices, available_parallelism().map_or(1, usize::from), processor)
+}
+
+/// The same, where no more than `most` threads run at once.
+fn threads_of(asked: Option<u32>, devices: &[Device], most: usize, processor: &Processor) -> u32 {
+    let share = |device: &Device| match device {
+        Device::Node(_) => {
+            let workers = devices.iter().filter(|other| *other == device).count();
+            processor.of(*device).len().min(most) / workers
+        }
+        _ => processor.cores().len().min(most) / devices.len(),
+    };
+    let least = devices.iter().map(share).min().unwrap_or(1);
+    let least = u32::try_from(least).unwrap_or(1).max(1);
+    asked.filter(|threads| *threads > 0).unwrap_or(least)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -271,5 +310,40 @@ mod tests {
                 prop_assert_eq!(cut(whole, &slow, &most, &[counts]), placements);
             }
         }
+    }
+
+    #[test]
+    fn a_card_with_several_ranks_of_a_group_is_named_once() {
+        let one = [Device::Cuda(1); 3];
+        assert_eq!(crowded(&one, 3), [Device::Cuda(1)]);
+        assert_eq!(crowded(&one, 1), []);
+        assert_eq!(crowded(&[Device::Cuda(0), Device::Cuda(1)], 2), []);
+        assert_eq!(crowded(&[Device::Cpu; 2], 2), []);
+    }
+
+    /// Two nodes of eight and four cores, without hyper-threads.
+    fn two_nodes() -> Processor {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, content) in
+            [("has_cpu", "0,3"), ("node0/cpulist", "0-7"), ("node3/cpulist", "8-11")]
+        {
+            let path = folder.path().join("node").join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, content).unwrap();
+        }
+        Processor::read(folder.path(), &(0..12).collect::<Vec<u32>>())
+    }
+
+    #[test]
+    fn workers_divide_the_cores_that_they_share() {
+        let threads = |devices: &[Device]| threads_of(None, devices, 64, &two_nodes());
+        assert_eq!(threads(&[Device::Cpu]), 12);
+        assert_eq!(threads(&[Device::Cpu; 2]), 6);
+        assert_eq!(threads(&[Device::Cpu; 20]), 1);
+        assert_eq!(threads(&[Device::Node(0)]), 8);
+        assert_eq!(threads(&[Device::Node(0), Device::Node(3)]), 4);
+        assert_eq!(threads(&[Device::Node(0); 4]), 2);
+        assert_eq!(threads_of(Some(3), &[Device::Node(0); 4], 64, &two_nodes()), 3);
+        assert_eq!(threads_of(None, &[Device::Cpu], 5, &two_nodes()), 5, "a quota");
     }
 }

@@ -357,11 +357,8 @@ pub(crate) mod tests {
 
     /// Settings as a server with 16384 tokens of cache has them.
     pub(crate) fn netd_config() -> NetdConfig {
-        let args = ["sepal", "serve", "m", "--attn_cache_tokens", "16384"];
-        match crate::cli::parse(args.map(Into::into), &|_| None) {
-            Ok(crate::cli::Command::Serve { config, .. }) => config.netd,
-            other => panic!("{other:?}"),
-        }
+        let netd = crate::fixtures::serve_config().netd;
+        NetdConfig { attn_cache_tokens: Some(16384), ..netd }
     }
 
     pub(super) fn memory(available_bytes: u64) -> Memory {

@@ -254,8 +254,11 @@ impl AsFd for Process {
     }
 }
 
-/// A descriptor that names a process.
-pub(crate) fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
+/// A descriptor that names a process, readable once the process has ended.
+///
+/// # Errors
+/// When there is no such process, or this one is out of descriptors.
+pub fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two integers and touches no memory of this process.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
     let fd = i32::try_from(fd).unwrap_or(-1);

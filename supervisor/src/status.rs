@@ -5,23 +5,18 @@
 //! An answer is smaller than the socket's buffer, and a request is read as it comes, so the
 //! supervisor never waits for the other side.
 
-mod command;
-mod orders;
 mod request;
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tracing::{debug, warn};
 
 use crate::report::InstanceReport;
 
-pub use command::run;
-pub(crate) use command::{become_owner, report, wanted};
-pub use orders::{OrderOptions, run as run_order};
 pub use request::{Answer, MAX_PATIENCE, Request};
 
 /// Connections that are accepted before the supervisor does something else.
@@ -39,19 +34,6 @@ const MAX_REQUEST_BYTES: usize = 1 << 10;
 
 /// Longest answer that is read; a report has about 700 bytes for each child.
 const MAX_ANSWER_BYTES: u64 = 1 << 20;
-
-/// Settings of `sepal status`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StatusOptions {
-    /// Which instance; `None` = all.
-    pub instance: Option<String>,
-    /// Folder of the instances.
-    pub runtime_dir: PathBuf,
-    /// Print nothing, and fail unless clients can come.
-    pub ready: bool,
-    /// Print JSON instead of a table.
-    pub json: bool,
-}
 
 /// The supervisor's end.
 #[derive(Debug)]

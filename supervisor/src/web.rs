@@ -8,21 +8,19 @@
 //! ```
 //! The process of the next executable listens beside one that leaves: both have the same socket.
 
-use std::fs::DirEntry;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use shared::config::{FetchConfig, GatewayConfig, LogConfig, PrepareConfig};
+use shared::config::{LogConfig, PrepareConfig};
 use shared::exit::ExitReason;
-use shared::sandbox::{self, Confinement, SandboxError, SandboxMode, Subject};
+use shared::sandbox::SandboxMode;
 use tracing::{info, warn};
 
 use crate::listener::ListeningSocket;
@@ -33,9 +31,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// How long a process that leaves may take; a gateway gives its texts 20 s.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(25);
-
-/// Links in the folder of a model that are followed.
-const MAX_LINKS: usize = 4096;
 
 /// What the page is started with.
 pub struct Shown<'a> {
@@ -50,31 +45,6 @@ pub struct Shown<'a> {
     pub log: &'a LogConfig,
     /// Whether it is confined.
     pub sandbox: SandboxMode,
-}
-
-/// Confines this process where it is the page of a server: it reads its models and what names of hosts take, and writes to the cache.
-/// To be called first, while the process has one thread.
-///
-/// # Errors
-/// [`SandboxError`] if `--sandbox require` asks for more than the kernel can.
-pub fn confine(config: &GatewayConfig, fetch: &FetchConfig) -> Result<(), SandboxError> {
-    let Some(server) = config.server else { return Ok(()) };
-    let confinement = Confinement {
-        mode: server.sandbox,
-        readable: config.models.iter().flat_map(|model| with_targets(&model.folder)).collect(),
-        writable: vec![fetch.cache_dir.clone()],
-        has_driver: false,
-    };
-    sandbox::enter(Subject::Page, &confinement).map(drop)
-}
-
-/// A folder and the files that links in it lead to.
-fn with_targets(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let is_link = |entry: &DirEntry| entry.file_type().is_ok_and(|kind| kind.is_symlink());
-    let links = entries.filter(is_link).take(MAX_LINKS);
-    let targets = links.filter_map(|entry| entry.path().canonicalize().ok());
-    [folder.to_owned()].into_iter().chain(targets).collect()
 }
 
 /// The process that serves the page, where one was asked for.

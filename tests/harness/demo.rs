@@ -19,7 +19,7 @@ pub const PROMPT: usize = 21;
 
 /// Its folder: a trained Llama of eight blocks with its tokenizer.
 pub fn demo_model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("client/model")
+    super::root().join("client/model")
 }
 
 /// A copy of the demo model within `place`, which a test may move or delete.

@@ -1,6 +1,6 @@
 //! What transformers computed with the models of `tests/golden/blocks`, for servers of them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use client::states::{Hidden, Prompts};
 use safetensors::SafeTensors;
@@ -45,7 +45,7 @@ pub struct Golden {
 impl Golden {
     /// That of a folder of `tests/golden/blocks`.
     pub fn of(name: &str) -> Golden {
-        let all = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/blocks");
+        let all = super::root().join("tests/golden/blocks");
         let folder = all.join(name);
         let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
         Golden { folder, bytes }

@@ -27,6 +27,11 @@ use nix::unistd::Pid;
 /// Longest wait for anything: a guard against hanging, far beyond what a loaded machine needs.
 pub const DEADLINE: Duration = Duration::from_secs(1200);
 
+/// The root of the repository.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a package lies in the repository")
+}
+
 /// The executable under test.
 pub const SEPAL: &str = env!("CARGO_BIN_EXE_sepal");
 

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::source::{read, relative, sources};
+use super::source::{read, relative, root, sources};
 
 /// Characters of a line.
 const LONGEST_LINE: usize = 120;
@@ -21,7 +21,7 @@ struct Page {
 /// Every Markdown file of the repository.
 fn pages() -> Vec<Page> {
     let mut pages = Vec::new();
-    let mut folders = vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))];
+    let mut folders = vec![root().to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).expect("a readable folder") {
             let path = entry.expect("a readable folder").path();
@@ -46,7 +46,7 @@ impl Page {
 
     /// By its path from the root of the repository.
     fn named(name: &str) -> Page {
-        Page::at(Path::new(env!("CARGO_MANIFEST_DIR")).join(name))
+        Page::at(root().join(name))
     }
 
     /// The text without blocks of code, where brackets are no links.
@@ -116,11 +116,11 @@ fn links_between_documents_lead_somewhere() {
 
 #[test]
 fn packages_hold_every_document_that_readme_and_docs_link() {
-    let build = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/build"));
+    let build = read(&root().join("deploy/build"));
     let listed = build.split("documents=(").nth(1).expect("deploy/build lists the documents");
     let listed: Vec<&str> =
         listed.split(')').next().unwrap_or_default().split_whitespace().collect();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).canonicalize().expect("the repository");
+    let root = root().canonicalize().expect("the repository");
     let is_for_users = |page: &Page| {
         let path = relative(&page.path);
         path == "README.md" || path.starts_with("docs/")

@@ -5,9 +5,8 @@
 //! ends no name in the crate of kernels, neither in Rust nor of a file in CUDA.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 
-use super::source::{Source, read, words};
+use super::source::{Source, read, root, words};
 
 /// A word that the glossary retires.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -15,7 +14,7 @@ pub struct Retired(String);
 
 /// Every retired word.
 pub fn retired() -> BTreeSet<Retired> {
-    let text = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("CONTRIBUTING.md"));
+    let text = read(&root().join("CONTRIBUTING.md"));
     let section = text.split("## Glossary").nth(1).expect("CONTRIBUTING.md has a glossary");
     let section = section.split("\n## ").next().unwrap_or_default();
     let rows = section.lines().filter(|line| line.starts_with("| ")).skip(1);

@@ -1,7 +1,7 @@
 //! The sources as text: every Rust file of the repository, without comments and literals.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::LazyLock;
 
 /// A file of Rust or CUDA.
@@ -34,7 +34,7 @@ pub fn cuda_sources() -> Vec<Source> {
 /// The files whose names end so, in the order of their paths.
 fn files_of(extensions: &[&str]) -> Vec<Source> {
     let mut found = Vec::new();
-    let mut folders = vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))];
+    let mut folders = vec![root().to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).expect("a readable folder") {
             let entry = entry.expect("a readable folder");
@@ -157,9 +157,14 @@ fn quoted_end(chars: &[char], at: usize, quote: char) -> usize {
     (end + 1).min(chars.len())
 }
 
+/// The root of the repository.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a package lies in the repository")
+}
+
 /// The path from the root of the repository.
 pub fn relative(path: &Path) -> String {
-    let inside = path.strip_prefix(env!("CARGO_MANIFEST_DIR")).expect("a path of the repository");
+    let inside = path.strip_prefix(root()).expect("a path of the repository");
     inside.to_string_lossy().into_owned()
 }
 

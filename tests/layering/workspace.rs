@@ -7,6 +7,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
+use super::source::root;
+
 /// What `cargo metadata` says of the workspace.
 pub struct Workspace {
     pub packages: Vec<Package>,
@@ -36,7 +38,7 @@ impl Workspace {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let output = Command::new(cargo)
             .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .current_dir(root())
             .output()
             .expect("cargo starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -1,9 +1,9 @@
 //! The client with models of several families: transformers' own continuations (`client/golden`), with
 //! and without guesses.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use crate::harness::{DEADLINE, Sepal};
+use crate::harness::{DEADLINE, Sepal, root};
 use client::chain::Chain;
 use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
@@ -25,7 +25,7 @@ struct Family {
 
 impl Family {
     fn serve(name: &'static str) -> Family {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("client/golden").join(name);
+        let folder = root().join("client/golden").join(name);
         let golden = std::fs::read(folder.join("golden.json")).expect("golden.json");
         let golden = serde_json::from_slice(&golden).expect("JSON");
         let sepal = Sepal::serve(&folder, &format!("tiny-{name}"), &["--torch_dtype", "float32"]);

@@ -5,7 +5,6 @@
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +12,7 @@ use std::time::Duration;
 
 use crate::harness::demo::demo_model;
 use crate::harness::rights::has_program;
-use crate::harness::{Sepal, generate, http, own_loopback, serve_args, wait_for};
+use crate::harness::{Sepal, generate, http, own_loopback, root, serve_args, wait_for};
 use crate::openmetrics::Metrics;
 use client::load::{LoadConfig, run};
 use nix::sys::signal::{Signal, kill};
@@ -40,7 +39,7 @@ fn scrape(addr: &str) -> Metrics {
 
 /// A file of the repository.
 fn file(path: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let path = root().join(path);
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"))
 }
 
@@ -276,7 +275,7 @@ fn promtool_accepts_the_alerts() {
     if !has_program("alert rules as Prometheus reads them", "promtool") {
         return;
     }
-    let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/grafana/alerts.yml");
+    let rules = root().join("deploy/grafana/alerts.yml");
     let output = Command::new("promtool").args(["check", "rules"]).arg(&rules).output();
     let output = output.expect("run promtool");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

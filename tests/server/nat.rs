@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::harness::demo::{Golden, demo_model, golden};
 use crate::harness::lab::{self, Lab, Nat};
-use crate::harness::{DEADLINE, SEPAL, Sepal, wait_for};
+use crate::harness::{DEADLINE, SEPAL, Sepal, root, wait_for};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
@@ -414,7 +414,7 @@ impl Drop for PetalsBootstrap {
 /// A text through the real Petals client; it must equal that of local transformers.
 fn petals_client(host: &str, peer: &str) {
     let [program, rest @ ..] = lab::at(host);
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/interop");
+    let folder = root().join("tests/interop");
     let out = Command::new(program)
         .args(rest)
         .arg(python())

@@ -2,7 +2,6 @@
 //! unless `tests/systemd/run` runs them, which says so where the machine does not allow that.
 
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use crate::harness::demo::{demo_model, run_session};
@@ -20,7 +19,7 @@ struct Machine {
 impl Machine {
     fn boot() -> Machine {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let boot = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/systemd/boot");
+        let boot = harness::root().join("tests/systemd/boot");
         let namespaces = ["--mount", "--pid", "--fork", "--cgroup", "--uts", "--ipc"];
         let unshare = Command::new("unshare")
             .args(namespaces)

@@ -9,7 +9,7 @@ use crate::harness::demo::{BLOCKS, Golden, HIDDEN, demo_model, golden};
 use crate::harness::peer::{Peer, noise};
 use crate::harness::rights::{ignored, may_look_into_children};
 use crate::harness::session::{assert_close, serve};
-use crate::harness::{Sepal, alive, generate, rank, session, wait_for};
+use crate::harness::{Sepal, alive, generate, rank, root, session, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -249,7 +249,7 @@ async fn a_mirror_may_be_asked_for_and_changes_nothing_on_processors() {
 #[tokio::test(flavor = "multi_thread")]
 async fn adapters_are_cut_with_their_matrices() {
     const WIDTH: usize = 48;
-    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let golden = root().join("tests/golden");
     let (model, adapter) = (golden.join("blocks/llama"), golden.join("adapters/llama.all"));
     let adapter = adapter.to_str().expect("UTF-8 path");
     let more = ["--torch_dtype", "float32", "--adapters", adapter];

@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::harness::root;
 use shared::build::{FORMAT, FORMAT_SOURCES};
 
 /// Files and folders with types that cross between processes, or from one executable of the supervisor to
@@ -70,7 +71,7 @@ fn files(path: PathBuf, found: &mut Vec<PathBuf>) {
 
 #[test]
 fn what_processes_exchange_is_what_the_format_number_says() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = root();
     let mut found = Vec::new();
     TYPES.iter().for_each(|source| files(root.join(source), &mut found));
     let mut all: String = found.iter().map(|path| types(path)).collect();

@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use crate::harness::{self, SEPAL, Sepal};
 
-const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 
 /// The model that the executable carries, as a folder.
-const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/client/model");
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../client/model");
 
 /// What README starts first, for the pages that only connect.
 const SERVE: &str = "sepal serve MODEL --dht_prefix my-model --new_swarm --port 31337";

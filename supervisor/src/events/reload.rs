@@ -1,16 +1,16 @@
 //! SIGHUP: reads the settings again. What can change while the server runs does; the rest is named. If
 //! another executable lies where this one was started from, the run is upgraded to it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use shared::config::LogFormat;
+use shared::config::{LogFormat, ServeConfig};
 use tracing::{info, warn};
 
 use super::Driver;
-use crate::cli::Settings;
 use crate::tree::Event;
 
 /// Settings that a running server takes over.
@@ -20,10 +20,25 @@ const TAKEN_OVER: [&str; 5] =
 /// How long open sessions may keep netd from being replaced after a reload, as with `sepal upgrade`.
 const UPGRADE_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The settings that these arguments give now.
-pub(super) fn settings(args: &[OsString]) -> Result<Settings, String> {
-    let env = |name: &str| std::env::var(name).ok();
-    Settings::read(args, &env).map_err(|error| error.to_string())
+/// Reads the settings that a command line, whose first element is the program's name, gives now.
+pub type Reread<'a> = &'a dyn Fn(&[OsString]) -> Result<Settings, String>;
+
+/// What holds now, as flags, environment and files give it.
+#[derive(Debug)]
+pub struct Settings {
+    /// For the parts of the server that can change.
+    pub config: ServeConfig,
+    /// Every setting by its name, with its value and where that comes from.
+    pub shown: BTreeMap<String, String>,
+}
+
+impl Settings {
+    /// The names of the settings that differ.
+    pub fn changed(&self, before: &Settings) -> Vec<String> {
+        let names: BTreeSet<&String> = self.shown.keys().chain(before.shown.keys()).collect();
+        let differs = |name: &&String| self.shown.get(*name) != before.shown.get(*name);
+        names.into_iter().filter(differs).cloned().collect()
+    }
 }
 
 impl Driver<'_> {
@@ -36,7 +51,7 @@ impl Driver<'_> {
         if let Some(service) = &mut self.service {
             service.reloading(now);
         }
-        match settings(&self.arguments) {
+        match (self.reread)(&self.arguments) {
             Ok(settings) => self.take_over(settings),
             Err(error) => {
                 let error = error.trim().trim_start_matches("error: ");

@@ -356,6 +356,7 @@ pub fn resume(
     state: Handover,
     instance: &Instance,
     feed: &mut Option<Feed>,
+    reread: super::Reread<'_>,
 ) -> Result<super::Outcome, super::LoopError> {
     let now = Instant::now();
     let system = |what| move |error| super::LoopError::System(what, error);
@@ -403,7 +404,7 @@ pub fn resume(
         wake,
         arguments: state.arguments,
     };
-    let mut driver = Driver::of_parts(state.config, instance, feed, parts)?;
+    let mut driver = Driver::of_parts(state.config, instance, feed, reread, parts)?;
     driver.facts = state.facts;
     (driver.span, driver.addrs) = (state.span, state.addrs);
     if let Some(service) = &mut driver.service {

@@ -120,7 +120,8 @@ pub fn config(script: &str) -> ServeConfig {
 /// The part of this program that is the supervisor: `serve CONFIG`.
 pub fn serve(args: &[String]) -> ExitCode {
     let text = std::fs::read_to_string(&args[1]).unwrap();
-    let reason = supervisor::serve(serde_json::from_str(&text).unwrap(), &[]);
+    let reason =
+        supervisor::serve(serde_json::from_str(&text).unwrap(), &[], &|_| Err("no flags".into()));
     ExitCode::from(reason.code())
 }
 

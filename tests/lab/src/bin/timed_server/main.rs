@@ -10,21 +10,9 @@ mod worker;
 
 use std::process::ExitCode;
 
-use shared::bootstrap::{Bootstrap, abort_on_panic};
-use shared::control::Role;
-use supervisor::cli::{self, Command};
+use shared::bootstrap::abort_on_panic;
 
 fn main() -> ExitCode {
     abort_on_panic();
-    let is_worker = cli::parse(std::env::args_os(), &|name| std::env::var(name).ok());
-    let reason = match is_worker {
-        Ok(Command::Role { role: Role::Worker, bootstrap }) => {
-            match Bootstrap::from_fd(bootstrap, Role::Worker) {
-                Ok(bootstrap) => worker::run(bootstrap),
-                Err(error) => error.exit_reason(),
-            }
-        }
-        _ => sepal::run_command(std::env::args_os()),
-    };
-    ExitCode::from(reason.code())
+    ExitCode::from(sepal::run_with_worker(std::env::args_os(), worker::run).code())
 }

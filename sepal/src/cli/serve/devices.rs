@@ -1,0 +1,250 @@
+//! Flags about devices: which serve, and which of them share every block (tensor parallelism).
+//! Source: petals `server/server.py` (`tensor_parallel_devices`).
+//!
+//! # Discrepancies
+//! Petals has one group of all its `--tensor_parallel_devices`, and so has Sepal;
+//! `--tensor_parallel_size` makes several of the devices of `--device`, which Petals cannot.
+
+use shared::config::{Device, UuidPrefix};
+use shared::processor::{Processor, numbers, shown};
+use supervisor::placement::MAX_DEVICES;
+
+use crate::cli::values;
+
+/// Stands for a device that was named by UUID until its number is known.
+const UNNUMBERED: Device = Device::Cuda(u32::MAX);
+
+/// The devices that were named, and how many of them in a row are a group.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Devices {
+    /// In the order of the flags; `None` if they are to be chosen.
+    pub named: Option<Vec<Device>>,
+    /// Which of them were named by UUID: their numbers are found out at the start.
+    pub uuids: Vec<(usize, UuidPrefix)>,
+    /// Devices of a group.
+    pub world_size: usize,
+}
+
+impl Devices {
+    /// Reads `--device`, `--tensor_parallel_devices` and `--tensor_parallel_size`, of which the first
+    /// two exclude each other.
+    pub fn read(
+        device: Option<&str>,
+        tensor_parallel: &[String],
+        size: Option<u32>,
+    ) -> Result<Devices, String> {
+        let size = size.map_or(1, |size| size as usize);
+        let (named, world_size) = if !tensor_parallel.is_empty() {
+            let named = serving("--tensor_parallel_devices", &tensor_parallel.join(","))?;
+            let count = named.devices.len();
+            (Some(named), count)
+        } else {
+            (device.map(|list| serving("--device", list)).transpose()?, size)
+        };
+        let (named, uuids) = match named {
+            Some(Listed { devices, uuids }) => (Some(devices), uuids),
+            None => (None, Vec::new()),
+        };
+        if world_size > 1 {
+            let devices = named.as_deref().ok_or_else(|| {
+                format!("--tensor_parallel_size {size} needs the devices: name them with --device")
+            })?;
+            check_groups(devices, world_size)?;
+        }
+        Ok(Devices { named, uuids, world_size })
+    }
+}
+
+/// Whether groups of so many devices can be made of these.
+fn check_groups(devices: &[Device], world_size: usize) -> Result<(), String> {
+    if !devices.len().is_multiple_of(world_size) {
+        return Err(format!(
+            "invalid --tensor_parallel_size {world_size}: expected a divisor of the number of devices, {}",
+            devices.len()
+        ));
+    }
+    let first = devices.first().map(|device| kind(*device));
+    match devices.iter().find(|device| Some(kind(**device)) != first) {
+        Some(other) => Err(format!(
+            "{other} cannot share blocks with {}: name devices of one kind for tensor parallelism, only cpu and cpu:N, or only cuda:N",
+            devices.first().copied().unwrap_or(*other)
+        )),
+        None => Ok(()),
+    }
+}
+
+/// What a device is; those of a group are of one kind, so that what they exchange lies in memory
+/// that all of them reach.
+fn kind(device: Device) -> &'static str {
+    match device {
+        Device::Cpu | Device::Node(_) => "processor",
+        Device::Cuda(_) => "CUDA device",
+        Device::Emulator(_) => "emulated device",
+    }
+}
+
+/// What a list of devices names.
+#[derive(Debug, Default)]
+struct Listed {
+    devices: Vec<Device>,
+    uuids: Vec<(usize, UuidPrefix)>,
+}
+
+/// The devices of a list, and which of them are named by UUID.
+fn serving(flag: &str, list: &str) -> Result<Listed, String> {
+    let invalid = |why| format!("invalid {flag} {list}: {why}");
+    let Listed { mut devices, mut uuids } = Listed::default();
+    for (position, name) in list.split(',').enumerate() {
+        match name.trim().strip_prefix("cuda:").filter(|name| name.contains('-')) {
+            Some(uuid) => {
+                uuids.push((position, uuid.parse().map_err(invalid)?));
+                devices.push(UNNUMBERED);
+            }
+            None => devices.push(values::device(name).map_err(invalid)?),
+        }
+    }
+    if devices.len() > MAX_DEVICES {
+        return Err(format!(
+            "{flag} lists {} devices: expected at most {MAX_DEVICES}",
+            devices.len()
+        ));
+    }
+    Ok(Listed { devices, uuids })
+}
+
+/// The CPUs of `--cpus`; none if it is not given.
+///
+/// # Errors
+/// A sentence with the value and the CPUs that there are.
+pub fn cpus(list: Option<&str>) -> Result<Vec<u32>, String> {
+    list.map_or(Ok(Vec::new()), |list| cpus_of(list, &Processor::of_this_machine()))
+}
+
+fn cpus_of(list: &str, machine: &Processor) -> Result<Vec<u32>, String> {
+    let there = machine.cpus();
+    let invalid = |which: &str| {
+        format!("invalid --cpus {list}: {which}expected CPUs among {}, such as 0-1", shown(&there))
+    };
+    let named = numbers(list).filter(|named| !named.is_empty()).ok_or_else(|| invalid(""))?;
+    match named.iter().find(|cpu| !there.contains(cpu)) {
+        Some(cpu) => Err(invalid(&format!("this process may not run on CPU {cpu}, "))),
+        None => Ok(named),
+    }
+}
+
+/// Refuses NUMA nodes without a core that may be used.
+pub fn check_nodes(devices: &[Device], processor: &Processor) -> Result<(), String> {
+    let is_missing =
+        |device: &&Device| matches!(device, Device::Node(_)) && processor.of(**device).is_empty();
+    let Some(device) = devices.iter().find(is_missing) else {
+        return Ok(());
+    };
+    let names: Vec<String> =
+        processor.nodes().into_iter().map(|node| Device::Node(node).to_string()).collect();
+    Err(format!(
+        "invalid device {device}: the NUMA nodes with usable CPUs are {}",
+        names.join(", ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(device: &str, tensor_parallel: &str, size: u32) -> Result<Devices, String> {
+        let listed: Vec<String> = tensor_parallel.split_whitespace().map(str::to_owned).collect();
+        Devices::read(
+            Some(device).filter(|list| !list.is_empty()),
+            &listed,
+            Some(size).filter(|size| *size > 0),
+        )
+    }
+
+    #[test]
+    fn tensor_parallel_devices_are_one_group() {
+        let of = |devices: Vec<Device>, world_size| Devices {
+            named: Some(devices),
+            uuids: Vec::new(),
+            world_size,
+        };
+        let two = of(vec![Device::Cpu; 2], 2);
+        assert_eq!(read("", "cpu cpu", 0), Ok(two));
+        let one = of(vec![Device::Cuda(1)], 1);
+        assert_eq!(read("", "cuda:1", 0), Ok(one));
+        let none = Devices { named: None, uuids: Vec::new(), world_size: 1 };
+        assert_eq!(read("", "", 0), Ok(none));
+    }
+
+    #[test]
+    fn devices_may_be_named_by_uuid() {
+        let found = read("cuda:0, cuda:GPU-5d5e,cuda:gpu-01", "", 0).unwrap();
+        let numbered = [Device::Cuda(0), UNNUMBERED, UNNUMBERED];
+        assert_eq!(found.named.as_deref(), Some(&numbered[..]));
+        let uuids = [(1, "GPU-5d5e".parse().unwrap()), (2, "GPU-01".parse().unwrap())];
+        assert_eq!(found.uuids, uuids);
+        assert_eq!(read("", "cuda:GPU-1 cuda:GPU-2", 0).unwrap().world_size, 2);
+        for bad in ["cuda:GPU-", "cuda:GPU-xyz", "cuda:5d5e-1"] {
+            let refused = read(bad, "", 0).unwrap_err();
+            assert!(refused.contains(bad) && refused.contains("nvidia-smi -L"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_size_cuts_the_devices_into_groups() {
+        let named = Some(vec![Device::Cpu; 4]);
+        let four = Devices { named, uuids: Vec::new(), world_size: 2 };
+        assert_eq!(read("cpu,cpu,cpu,cpu", "", 2), Ok(four));
+        let odd = read("cpu,cpu,cpu", "", 2).unwrap_err();
+        assert!(odd.contains("divisor of the number of devices, 3"), "{odd}");
+        assert!(read("", "", 2).unwrap_err().contains("--device"));
+    }
+
+    #[test]
+    fn devices_of_a_group_are_of_one_kind() {
+        for allowed in ["cuda:0 cuda:1", "cuda cuda:0", "emu emu:1", "cpu cpu"] {
+            let read = read("", allowed, 0).unwrap();
+            assert_eq!((read.named.unwrap().len(), read.world_size), (2, 2), "{allowed}");
+        }
+        for mixed in ["cpu cuda:1", "cuda:0 emu:0", "emu cpu"] {
+            let refused = read("", mixed, 0).unwrap_err();
+            assert!(refused.contains("name devices of one kind"), "{refused}");
+        }
+        let refused = read("cuda:0,cuda:1,cpu,cpu", "", 2).unwrap_err();
+        assert!(refused.starts_with("cpu cannot share blocks with cuda:0"), "{refused}");
+        assert!(read("cuda:0,cpu,emu:3", "", 0).is_ok());
+    }
+
+    /// Two nodes of eight and four cores, without hyper-threads.
+    fn two_nodes() -> Processor {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, content) in
+            [("has_cpu", "0,3"), ("node0/cpulist", "0-7"), ("node3/cpulist", "8-11")]
+        {
+            let path = folder.path().join("node").join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, content).unwrap();
+        }
+        Processor::read(folder.path(), &(0..12).collect::<Vec<u32>>())
+    }
+
+    #[test]
+    fn nodes_and_cpus_that_do_not_exist_are_refused_by_name() {
+        let devices = [Device::Node(0), Device::Node(1)];
+        let refused = check_nodes(&devices, &two_nodes()).unwrap_err();
+        assert_eq!(
+            refused,
+            "invalid device cpu:1: the NUMA nodes with usable CPUs are cpu:0, cpu:3"
+        );
+        assert_eq!(check_nodes(&[Device::Node(0), Device::Node(3)], &two_nodes()), Ok(()));
+        assert_eq!(cpus_of("8,0-1", &two_nodes()), Ok(vec![0, 1, 8]));
+        assert_eq!(
+            cpus_of("3,12", &two_nodes()).unwrap_err(),
+            "invalid --cpus 3,12: this process may not run on CPU 12, expected CPUs among 0-11, such as 0-1"
+        );
+        for bad in ["", "x", "3-1", "0-99999999", "-1", ","] {
+            let refused = cpus_of(bad, &two_nodes()).unwrap_err();
+            assert!(refused.starts_with(&format!("invalid --cpus {bad}: expected")), "{refused}");
+        }
+        assert_eq!(cpus(None), Ok(Vec::new()));
+    }
+}
