@@ -19,6 +19,7 @@
 //!
 //! The protocol names of hivemind have no leading slash, so the identify protocol neither shows nor
 //! advertises them; go-libp2p peers then spend one more round trip on their first call.
+#![forbid(unsafe_code)]
 
 mod addresses;
 mod behaviour;
