@@ -19,7 +19,7 @@ use swarm::wire::records::ServerState;
 use survey::MAX_SURVEYS;
 use swarm::health::{Answers, Bans, Pings, Rates};
 
-use swarm::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency};
+use swarm::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency, without_banned};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;
@@ -321,19 +321,12 @@ impl Swarm {
 }
 
 impl Known {
-    /// Servers that are not banned, unless a block would be left without any: better a doubtful
-    /// server than none.
+    /// The servers that a route may lead over.
     fn candidates(&self) -> Vec<Candidate<PeerId>> {
         let all: Vec<Candidate<PeerId>> =
             self.servers.iter().filter_map(|s| self.candidate(s)).collect();
         let now = Instant::now();
-        let banned = |c: &Candidate<PeerId>| self.bans.banned(&c.peer, now);
-        let served_otherwise = |c: &Candidate<PeerId>| {
-            c.blocks
-                .clone()
-                .all(|b| all.iter().any(|other| other.blocks.contains(&b) && !banned(other)))
-        };
-        all.iter().filter(|c| !banned(c) || !served_otherwise(c)).cloned().collect()
+        without_banned(&all, |peer| self.bans.banned(peer, now))
     }
 
     fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {
@@ -347,9 +340,9 @@ impl Known {
             has_answered: self.answers.has_answered(&peer, now),
             cache_tokens_left: server.info.cache_tokens_left,
             ping_s: self.pings.seconds(&peer, now),
-            next_pings_s: next
-                .filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping)))
-                .collect(),
+            next_pings_s: Arc::new(
+                next.filter_map(|(peer, ping)| Some((peer.parse().ok()?, *ping))).collect(),
+            ),
         })
     }
 }

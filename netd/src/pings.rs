@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use p2p::{CallError, P2p, PeerId};
 use rand::seq::IteratorRandom;
 use swarm::dht::driver::Dht;
+use swarm::health::Pings;
 use swarm::view::{self, BlockServers};
 use tokio::sync::watch;
 use tracing::debug;
@@ -16,10 +17,6 @@ use crate::membership::announce::ServerStatus;
 
 /// Servers pinged among those of the middle blocks, and among those of the block after ours.
 const SAMPLE: usize = 5;
-/// Weight of a new time.
-const ALPHA: f64 = 0.2;
-/// Life of an entry.
-const LIFE: Duration = Duration::from_secs(300);
 
 /// Whom to ping.
 #[derive(Clone, Debug)]
@@ -43,7 +40,7 @@ pub async fn keep(
     neighbourhood: Neighbourhood,
     status: watch::Sender<ServerStatus>,
 ) {
-    let mut times = Times::default();
+    let mut times = Pings::default();
     loop {
         let Neighbourhood { prefix, blocks, before, own, period } = &neighbourhood;
         let first = before.unwrap_or(blocks.start);
@@ -54,9 +51,9 @@ pub async fn keep(
                 let pinged = servers.get(unpinged..).unwrap_or_default();
                 let rounds = candidates(pinged, own).into_iter().map(|peer| ping(&dht, peer));
                 for (peer, seconds) in futures::future::join_all(rounds).await {
-                    times.record(peer, seconds, Instant::now());
+                    times.measured(peer, seconds, Instant::now());
                 }
-                let now = times.now(Instant::now());
+                let now = by_peer(&times, Instant::now());
                 status.send_if_modified(|status| {
                     let changed = status.next_pings != now;
                     status.next_pings = now;
@@ -67,6 +64,12 @@ pub async fn keep(
         }
         tokio::time::sleep(*period).await;
     }
+}
+
+/// Smoothed times, in the order of PeerIDs.
+fn by_peer(times: &Pings<String>, now: Instant) -> Vec<(String, f64)> {
+    let known = times.known(now).map(|(peer, seconds)| (peer.clone(), seconds));
+    known.collect::<BTreeMap<_, _>>().into_iter().collect()
 }
 
 /// All servers of these blocks.
@@ -101,25 +104,6 @@ fn candidates(blocks: &[BlockServers], own: &str) -> BTreeSet<String> {
     chosen.into_iter().filter(|peer| *peer != own).cloned().collect()
 }
 
-/// Smoothed times by PeerID.
-#[derive(Debug, Default)]
-struct Times {
-    entries: BTreeMap<String, (f64, Instant)>,
-}
-
-impl Times {
-    fn record(&mut self, peer: String, seconds: f64, at: Instant) {
-        let old = self.entries.get(&peer).map(|(old, _)| *old).filter(|old| old.is_finite());
-        let smooth = old.map_or(seconds, |old| ALPHA * seconds + (1.0 - ALPHA) * old);
-        self.entries.insert(peer, (smooth, at));
-    }
-
-    fn now(&mut self, now: Instant) -> Vec<(String, f64)> {
-        self.entries.retain(|_, (_, at)| now.duration_since(*at) < LIFE);
-        self.entries.iter().map(|(peer, (seconds, _))| (peer.clone(), *seconds)).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,18 +114,14 @@ mod tests {
     }
 
     #[test]
-    fn times_are_smoothed_and_forgotten() {
-        let start = Instant::now();
-        let mut times = Times::default();
-        times.record("a".into(), 1.0, start);
-        times.record("a".into(), 2.0, start);
-        times.record("b".into(), f64::INFINITY, start);
-        times.record("b".into(), 3.0, start + LIFE / 2);
-        let near = |times: Vec<(String, f64)>| {
-            times.into_iter().map(|(p, s)| format!("{p} {s:.1}")).collect::<Vec<_>>()
-        };
-        assert_eq!(near(times.now(start + LIFE / 2)), ["a 1.2", "b 3.0"]);
-        assert_eq!(near(times.now(start + LIFE)), ["b 3.0"]);
+    fn times_are_smoothed_and_in_order() {
+        let (mut times, now) = (Pings::default(), Instant::now());
+        for (peer, seconds) in [("b", f64::INFINITY), ("a", 1.0), ("b", 3.0), ("a", 2.0)] {
+            times.measured(peer.to_owned(), seconds, now);
+        }
+        let shown = by_peer(&times, now);
+        let shown: Vec<String> = shown.iter().map(|(peer, s)| format!("{peer} {s:.1}")).collect();
+        assert_eq!(shown, ["a 1.2", "b 3.0"]);
     }
 
     #[test]

@@ -23,7 +23,6 @@ pub mod job;
 pub mod limits;
 pub mod model;
 pub mod network;
-pub mod numa;
 pub mod processor;
 pub mod public_swarm;
 pub mod role;

@@ -7,6 +7,7 @@
 
 mod decide;
 mod nodes;
+mod numa;
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! The libp2p node of the daemon: connections, peer routing, and the RPC framing of hivemind.
+//! The libp2p node of the daemon and of clients: connections, peer routing, and the RPC framing of
+//! hivemind.
 //!
 //! ```text
 //!   callers (dht, swarm, rpc)            handlers (rpc, dht)
@@ -12,13 +13,14 @@
 //! ```
 //!
 //! Bytes of RPCs never pass through the task of the swarm: a negotiated stream goes straight to the
-//! task that reads or writes it. Everything that a peer can make grow has a bound in `limits` or in
-//! its [`ProtocolSpec`].
+//! task that reads or writes it. Everything that a peer can make grow has a bound, in the
+//! [`resource_manager`], in `limits` or in its [`ProtocolSpec`].
 //!
 //! # Discrepancies
 //!
 //! The protocol names of hivemind have no leading slash, so the identify protocol neither shows nor
 //! advertises them; go-libp2p peers then spend one more round trip on their first call.
+#![forbid(unsafe_code)]
 
 mod addresses;
 mod behaviour;

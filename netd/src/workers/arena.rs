@@ -10,9 +10,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shared::job::SlotRef;
-use shared::shm::allocator::{AllocError, ArenaAllocator, ArenaPlan, PlanError, Region, Slot};
 use shared::shm::arena::ArenaMap;
 use tokio::sync::oneshot;
+
+use super::allocator::{AllocError, ArenaAllocator, ArenaPlan, PlanError, Region, Slot};
 
 /// Most slots of short steps: three for each of the 256 jobs that one worker can have in flight,
 /// and as many for a second.

@@ -2,6 +2,7 @@
 //! has a [`link`]; a request over the spans of several goes hop by hop through netd, and one
 //! worker's output slot is the next one's input slot.
 
+mod allocator;
 pub mod arena;
 pub mod gradients;
 pub mod job;

@@ -1,5 +1,5 @@
-//! What a client remembers of servers between two looks at the swarm: how far away they are, and
-//! which of them failed. Pure: the time is passed in. Source: petals
+//! What a client, or a server of its neighbours, remembers between two looks at the swarm: how far
+//! away others are, and which of them failed. Pure: the time is passed in. Source: petals
 //! `client/routing/sequence_manager.py` and `utils/ping.py`.
 
 use std::collections::HashMap;
@@ -89,6 +89,13 @@ impl<P: Eq + Hash> Pings<P> {
     pub fn seconds(&self, peer: &P, now: Instant) -> Option<f64> {
         let ping = self.pings.get(peer)?;
         (now.duration_since(ping.at) < PING_LIFE).then_some(ping.seconds)
+    }
+
+    /// All round trips that are known, in any order.
+    pub fn known(&self, now: Instant) -> impl Iterator<Item = (&P, f64)> {
+        let is_young = move |ping: &Ping| now.duration_since(ping.at) < PING_LIFE;
+        let pings = self.pings.iter().filter(move |(_, ping)| is_young(ping));
+        pings.map(|(peer, ping)| (peer, ping.seconds))
     }
 }
 
@@ -201,5 +208,8 @@ mod tests {
         assert_eq!(pings.seconds(&'a', start + 302 * S), None);
         pings.measured('a', 3.0, start + 400 * S);
         assert_eq!(pings.seconds(&'a', start + 400 * S), Some(3.0));
+        pings.measured('b', 4.0, start + 500 * S);
+        assert_eq!(pings.known(start + 500 * S).count(), 2);
+        assert_eq!(pings.known(start + 700 * S).collect::<Vec<_>>(), [(&'b', 4.0)]);
     }
 }

@@ -16,12 +16,13 @@
 //! that was measured counts instead of a higher one that is claimed, claims are clipped, and a
 //! claimed ping between two servers is not less than the difference of their distances from here.
 
-use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::HashMap;
+use std::hash::Hash;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Time that serialising and sending one step takes beside the way, in seconds (Petals' estimate).
-const OVERHEAD_S: f64 = 0.018;
+pub const OVERHEAD_S: f64 = 0.018;
 /// In place of half a ping that is not known.
 const UNKNOWN_HALF_PING_S: f64 = 0.15;
 /// Longest ping that counts.
@@ -55,10 +56,10 @@ pub struct Candidate<P> {
     /// Round trip from the client, in seconds.
     pub ping_s: Option<f64>,
     /// Round trips to other servers as it announces them, in seconds.
-    pub next_pings_s: HashMap<P, f64>,
+    pub next_pings_s: Arc<HashMap<P, f64>>,
 }
 
-impl<P: Eq + std::hash::Hash> Candidate<P> {
+impl<P: Eq + Hash> Candidate<P> {
     /// Steps of one block per second that are believed.
     fn rps(&self) -> f64 {
         let claimed = self.inference_rps.filter(|rps| *rps > 0.0).unwrap_or(DEFAULT_RPS);
@@ -92,12 +93,26 @@ pub struct MissingBlock {
     pub block: u32,
 }
 
+/// The servers that are not banned, and those without which a block would be left without any: better
+/// a doubtful server than none.
+pub fn without_banned<P: Clone>(
+    servers: &[Candidate<P>],
+    is_banned: impl Fn(&P) -> bool,
+) -> Vec<Candidate<P>> {
+    let holds = |server: &Candidate<P>, block| server.blocks.contains(&block);
+    let is_served =
+        |block| servers.iter().any(|server| holds(server, block) && !is_banned(&server.peer));
+    let is_needed = |server: &&Candidate<P>| !server.blocks.clone().all(is_served);
+    let kept = servers.iter().filter(|server| !is_banned(&server.peer) || is_needed(server));
+    kept.cloned().collect()
+}
+
 /// The route through `blocks` with the least estimated time for one step, and that time in seconds.
-/// `cache_tokens` is the length of the session, if known.
+/// `cache_tokens` is the length of the session, if known. Each server has a peer of its own.
 ///
 /// # Errors
 /// [`MissingBlock`] when a block has no server.
-pub fn min_latency<P: Clone + Eq + std::hash::Hash + Ord>(
+pub fn min_latency<P: Clone + Eq + Hash>(
     servers: &[Candidate<P>],
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
@@ -105,9 +120,8 @@ pub fn min_latency<P: Clone + Eq + std::hash::Hash + Ord>(
     if let Some(block) = blocks.clone().find(|b| !servers.iter().any(|s| s.blocks.contains(b))) {
         return Err(MissingBlock { block });
     }
-    let graph = Graph { servers, blocks: blocks.clone(), cache_tokens };
-    let (path, cost) = graph.shortest().ok_or(MissingBlock { block: blocks.start })?;
-    Ok((graph.legs(&path), cost))
+    let block = blocks.start;
+    Search::new(servers, blocks, cache_tokens).run().ok_or(MissingBlock { block })
 }
 
 /// A route through `blocks` for a batch: from the left, a server of the block drawn at random with
@@ -147,25 +161,105 @@ pub fn max_throughput<P: Clone + Ord>(
     Ok(legs)
 }
 
-struct Graph<'a, P> {
+/// A search through blocks in their order: a server is left only where its span ends, so that no
+/// route comes back to a block.
+struct Search<'a, P> {
     servers: &'a [Candidate<P>],
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
+    numbers: HashMap<&'a P, usize>,
+    reached: Vec<Option<Reached>>,
 }
 
-/// A server and the block it would run next (one past its last when it is done).
-type Node = (usize, u32);
+/// The way to a server that takes the least time.
+#[derive(Clone, Copy)]
+struct Reached {
+    /// Seconds until it has run the last of its blocks.
+    cost_s: f64,
+    /// The server before it.
+    from: Option<usize>,
+    /// The first block that it runs.
+    at: u32,
+}
 
-impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
+impl<'a, P: Clone + Eq + Hash> Search<'a, P> {
+    fn new(servers: &'a [Candidate<P>], blocks: Range<u32>, cache_tokens: Option<u64>) -> Self {
+        let numbers = servers.iter().enumerate().map(|(number, server)| (&server.peer, number));
+        let (numbers, reached) = (numbers.collect(), vec![None; servers.len()]);
+        Self { servers, blocks, cache_tokens, numbers, reached }
+    }
+
+    /// The legs of the fastest route, and its seconds.
+    fn run(mut self) -> Option<(Vec<Leg<P>>, f64)> {
+        let Range { start, end } = self.blocks;
+        for first in self.holders(start) {
+            let way_s = half(self.servers[first].ping_s);
+            self.reach(first, start, way_s, None);
+        }
+        for block in start + 1..end {
+            self.pass_on(block);
+        }
+        let home_s = |(number, reached): (usize, &Option<Reached>)| {
+            let cost_s = reached.filter(|_| self.end(number) == end)?.cost_s;
+            Some((cost_s + half(self.servers[number].ping_s), number))
+        };
+        let done = self.reached.iter().enumerate().filter_map(home_s);
+        let (cost_s, last) = done.min_by(|a, b| a.0.total_cmp(&b.0))?;
+        Some((self.legs_to(last), cost_s))
+    }
+
+    /// From the servers whose spans end before `block` to those that hold it.
+    fn pass_on(&mut self, block: u32) {
+        let servers = self.servers;
+        let done = |number: usize| {
+            let reached = self.reached[number].filter(|_| self.end(number) == block)?;
+            Some((reached.cost_s, number))
+        };
+        let mut leaving: Vec<(f64, usize)> = (0..servers.len()).filter_map(done).collect();
+        if leaving.is_empty() {
+            return;
+        }
+        leaving.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for &(cost_s, from) in &leaving {
+            for peer in servers[from].next_pings_s.keys() {
+                let Some(&next) = self.numbers.get(peer) else { continue };
+                if servers[next].blocks.contains(&block) {
+                    let way_s = half(servers[from].ping_to(&servers[next]));
+                    self.reach(next, block, cost_s + way_s, Some(from));
+                }
+            }
+        }
+        // A way that nobody has announced takes as long from everywhere: the first server that is done
+        // stands for all.
+        for next in self.holders(block) {
+            let peer = &servers[next].peer;
+            let mut unknown =
+                leaving.iter().filter(|(_, from)| !servers[*from].next_pings_s.contains_key(peer));
+            if let Some(&(cost_s, from)) = unknown.next() {
+                self.reach(next, block, cost_s + UNKNOWN_HALF_PING_S, Some(from));
+            }
+        }
+    }
+
+    /// Keeps the way to `next`, which takes `way_s` and enters it at block `at`, if none is faster.
+    fn reach(&mut self, next: usize, at: u32, way_s: f64, from: Option<usize>) {
+        let run_s = f64::from(self.end(next) - at) / self.servers[next].rps();
+        let cost_s = way_s + OVERHEAD_S + self.penalty_s(next) + run_s;
+        if self.reached[next].is_none_or(|known| cost_s < known.cost_s) {
+            self.reached[next] = Some(Reached { cost_s, from, at });
+        }
+    }
+
+    fn holders(&self, block: u32) -> impl Iterator<Item = usize> + use<'a, P> {
+        let servers = self.servers;
+        (0..servers.len()).filter(move |number| servers[*number].blocks.contains(&block))
+    }
+
     fn end(&self, server: usize) -> u32 {
         self.servers[server].blocks.end.min(self.blocks.end)
     }
 
-    fn enter(&self, server: usize, half_ping: Option<f64>) -> f64 {
-        half_ping.unwrap_or(UNKNOWN_HALF_PING_S) + OVERHEAD_S + self.penalty(server)
-    }
-
-    fn penalty(&self, server: usize) -> f64 {
+    fn penalty_s(&self, server: usize) -> f64 {
         let candidate = &self.servers[server];
         let need = self
             .cache_tokens
@@ -177,106 +271,33 @@ impl<P: Clone + Eq + std::hash::Hash + Ord> Graph<'_, P> {
         of_cache + if candidate.has_answered { 0.0 } else { STRANGER_PENALTY_S }
     }
 
-    fn first_nodes(&self) -> impl Iterator<Item = (Node, f64)> + '_ {
-        let first = self.blocks.start;
-        let here = move |s: &usize| self.servers[*s].blocks.contains(&first);
-        (0..self.servers.len()).filter(here).map(move |s| {
-            let half = self.servers[s].ping_s.map(|p| p.min(MAX_PING_S) / 2.0);
-            ((s, first), self.enter(s, half))
-        })
-    }
-
-    fn neighbours(&self, (server, block): Node) -> Vec<(Node, f64)> {
-        let candidate = &self.servers[server];
-        if block < self.end(server) {
-            return vec![((server, block + 1), 1.0 / candidate.rps())];
-        }
-        let next = |s: &usize| *s != server && self.servers[*s].blocks.contains(&block);
-        (0..self.servers.len())
-            .filter(next)
-            .map(|s| {
-                let ping = candidate.ping_to(&self.servers[s]);
-                ((s, block), self.enter(s, ping.map(|p| p.min(MAX_PING_S) / 2.0)))
-            })
-            .collect()
-    }
-
-    /// Dijkstra's algorithm.
-    fn shortest(&self) -> Option<(Vec<Node>, f64)> {
-        let mut best: HashMap<Node, (f64, Option<Node>)> = HashMap::new();
-        let mut queue = BinaryHeap::new();
-        for (node, cost) in self.first_nodes() {
-            best.insert(node, (cost, None));
-            queue.push(Reached { cost, node, finished: false });
-        }
-        while let Some(Reached { cost, node, finished }) = queue.pop() {
-            if finished {
-                return Some((self.path_to(node, &best), cost));
-            }
-            if best.get(&node).is_some_and(|(known, _)| cost > *known) {
-                continue;
-            }
-            if node.1 == self.blocks.end {
-                let home = self.servers[node.0]
-                    .ping_s
-                    .map_or(UNKNOWN_HALF_PING_S, |p| p.min(MAX_PING_S) / 2.0);
-                queue.push(Reached { cost: cost + home, node, finished: true });
-                continue;
-            }
-            for (next, step) in self.neighbours(node) {
-                let total = cost + step;
-                if best.get(&next).is_none_or(|(known, _)| total < *known) {
-                    best.insert(next, (total, Some(node)));
-                    queue.push(Reached { cost: total, node: next, finished: false });
-                }
-            }
-        }
-        None
-    }
-
-    fn path_to(&self, last: Node, best: &HashMap<Node, (f64, Option<Node>)>) -> Vec<Node> {
-        let mut path: Vec<Node> = std::iter::successors(Some(last), |node| {
-            best.get(node).and_then(|(_, before)| *before)
-        })
-        .collect();
-        path.reverse();
-        path
-    }
-
-    fn legs(&self, path: &[Node]) -> Vec<Leg<P>> {
-        path.chunk_by(|a, b| a.0 == b.0)
-            .filter_map(|leg| {
-                let (&(server, start), &(_, end)) = (leg.first()?, leg.last()?);
-                Some(Leg { peer: self.servers[server].peer.clone(), blocks: start..end })
-            })
-            .filter(|leg| !leg.blocks.is_empty())
-            .collect()
+    fn legs_to(&self, last: usize) -> Vec<Leg<P>> {
+        let before = |(number, _): &(usize, u32)| {
+            let Reached { from, at, .. } = self.reached[*number]?;
+            from.map(|from| (from, at))
+        };
+        let hops = std::iter::successors(Some((last, self.blocks.end)), before);
+        let leg = |(number, end): (usize, u32)| {
+            let at = self.reached[number]?.at;
+            Some(Leg { peer: self.servers[number].peer.clone(), blocks: at..end })
+        };
+        let mut legs: Vec<Leg<P>> = hops.filter_map(leg).collect();
+        legs.reverse();
+        legs.retain(|leg| !leg.blocks.is_empty());
+        legs
     }
 }
 
-#[derive(PartialEq)]
-struct Reached {
-    cost: f64,
-    node: Node,
-    finished: bool,
-}
-
-impl Eq for Reached {}
-
-impl Ord for Reached {
-    fn cmp(&self, other: &Reached) -> Ordering {
-        other.cost.total_cmp(&self.cost).then_with(|| other.node.cmp(&self.node))
-    }
-}
-
-impl PartialOrd for Reached {
-    fn partial_cmp(&self, other: &Reached) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
+/// Half of a ping, which serves as the time of one way.
+fn half(ping_s: Option<f64>) -> f64 {
+    ping_s.map_or(UNKNOWN_HALF_PING_S, |ping_s| ping_s.min(MAX_PING_S) / 2.0)
 }
 
 #[cfg(test)]
 mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
     use super::*;
 
     fn server(
@@ -294,7 +315,7 @@ mod tests {
             has_answered: true,
             cache_tokens_left: None,
             ping_s: Some(ping_ms / 1e3),
-            next_pings_s: next.iter().map(|(p, ms)| (*p, ms / 1e3)).collect(),
+            next_pings_s: Arc::new(next.iter().map(|(p, ms)| (*p, ms / 1e3)).collect()),
         }
     }
 
@@ -387,5 +408,85 @@ mod tests {
         let servers = [server(1, 0..3, 1.0, 1.0, &[]), server(2, 4..8, 1.0, 1.0, &[])];
         assert_eq!(min_latency(&servers, 0..8, None), Err(MissingBlock { block: 3 }));
         assert_eq!(min_latency::<u8>(&[], 0..8, None), Err(MissingBlock { block: 0 }));
+    }
+
+    #[test]
+    fn banned_servers_are_taken_only_where_there_is_no_other_way() {
+        let peers = |banned: &[u8]| {
+            let left = without_banned(&swarm(), |peer| banned.contains(peer));
+            left.iter().map(|server| server.peer).collect::<Vec<u8>>()
+        };
+        assert_eq!(peers(&[4]), [1, 2, 3]);
+        assert_eq!(peers(&[3, 4]), [1, 2, 3, 4], "the last blocks have these alone");
+        assert_eq!(peers(&[2, 4]), [1, 3]);
+        let left = without_banned(&swarm(), |peer| *peer == 4);
+        let (route, _) = min_latency(&left, 0..8, None).unwrap();
+        let peers: Vec<u8> = route.iter().map(|leg| leg.peer).collect();
+        assert_eq!(peers, [1, 3]);
+    }
+
+    /// The definition: Bellman's equations over all pairs of servers, until nothing changes.
+    fn least_cost(servers: &[Candidate<u8>], blocks: u32, tokens: u64) -> f64 {
+        let enter = |server: &Candidate<u8>, half_s: f64, at: u32| {
+            let need = 2 * tokens * u64::from(server.blocks.end - server.blocks.start);
+            let is_full = server.cache_tokens_left.is_some_and(|left| need > left);
+            let run_s = f64::from(server.blocks.end - at) / server.rps();
+            let stranger_s = if server.has_answered { 0.0 } else { STRANGER_PENALTY_S };
+            half_s + OVERHEAD_S + if is_full { CACHE_PENALTY_S } else { 0.0 } + stranger_s + run_s
+        };
+        let mut done = vec![f64::INFINITY; servers.len()];
+        for _ in 0..=servers.len() {
+            for (next, server) in servers.iter().enumerate() {
+                if server.blocks.start == 0 {
+                    done[next] = done[next].min(enter(server, half(server.ping_s), 0));
+                }
+                let before = servers.iter().enumerate();
+                for (from, other) in before.filter(|(_, o)| server.blocks.contains(&o.blocks.end)) {
+                    let entered = enter(server, half(other.ping_to(server)), other.blocks.end);
+                    done[next] = done[next].min(done[from] + entered);
+                }
+            }
+        }
+        let last = servers.iter().zip(&done).filter(|(server, _)| server.blocks.end == blocks);
+        last.map(|(server, done)| done + half(server.ping_s)).fold(f64::INFINITY, f64::min)
+    }
+
+    #[test]
+    fn blocks_in_their_order_find_what_the_definition_finds() {
+        let (mut rng, mut routed) = (StdRng::seed_from_u64(1), 0);
+        for _ in 0..300 {
+            let servers: Vec<Candidate<u8>> =
+                (0..20).map(|peer| any_server(&mut rng, peer)).collect();
+            let expected = least_cost(&servers, 16, 100);
+            let found = min_latency(&servers, 0..16, Some(100));
+            let cost = found.as_ref().map_or(f64::INFINITY, |(_, cost)| *cost);
+            let is_same = cost == expected || (cost - expected).abs() < 1e-9;
+            assert!(is_same, "{cost} instead of {expected}");
+            routed += usize::from(found.is_ok());
+        }
+        assert!(routed > 200, "{routed} swarms have a route");
+    }
+
+    fn any_server(rng: &mut StdRng, peer: u8) -> Candidate<u8> {
+        let start = rng.random_range(0..16);
+        let mut next = HashMap::new();
+        for other in (0..20).filter(|other| *other != peer) {
+            if rng.random_bool(0.3) {
+                next.insert(other, rng.random_range(0.01..0.6));
+            }
+        }
+        Candidate {
+            cache_tokens_left: Some(rng.random_range(0..4000)),
+            has_answered: rng.random_bool(0.8),
+            ping_s: rng.random_bool(0.4).then(|| rng.random_range(0.01..0.4)),
+            next_pings_s: Arc::new(next),
+            ..server(
+                peer,
+                start..rng.random_range(start + 1..=16),
+                rng.random_range(50.0..900.0),
+                0.0,
+                &[],
+            )
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The arena: one sealed memfd per netd generation through which tensors pass between netd and the
 //! workers. netd writes a client's hidden states into an input slot once; a worker reads them, and
-//! writes its result into an output slot. Which bytes belong to which slot is decided by netd's
-//! [`allocator`](super::allocator) alone.
+//! writes its result into an output slot. Which bytes belong to which slot is decided by netd
+//! alone (`netd/src/workers/allocator.rs`).
 //!
 //! No reference into the arena is ever handed out: another process may write any byte at any time.
 //! Values go in and out by raw bounded copies; what was read is a private copy, checked and then

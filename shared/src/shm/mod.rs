@@ -36,8 +36,6 @@ pub mod ring;
 mod sync;
 
 #[cfg(not(loom))]
-pub mod allocator;
-#[cfg(not(loom))]
 pub mod arena;
 #[cfg(not(loom))]
 pub mod board;

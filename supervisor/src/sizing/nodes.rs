@@ -5,9 +5,8 @@ use model::sizing::Need;
 use serde::{Deserialize, Serialize};
 use shared::config::{Device, SpanChoice};
 use shared::model::ModelFacts;
-use shared::numa;
 
-use super::{Memory, arithmetic, mib, refusal, wanted};
+use super::{Memory, arithmetic, mib, numa, refusal, wanted};
 use crate::placement::Share;
 
 /// What a NUMA node has for workers.

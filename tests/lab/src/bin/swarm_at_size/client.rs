@@ -1,5 +1,5 @@
-//! A client: what it has read and measured of the swarm, and whom it avoids. Source: petals `client/routing/sequence_manager.py` and
-//! `utils/ping.py`.
+//! A client: what it has read and measured of the swarm, and whom it avoids. It routes as Sepal's does, by [`swarm::routing`], that is as
+//! Petals' does over records that it believes.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,18 +8,18 @@ use std::rc::Rc;
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
+use swarm::health::{Bans, Pings};
+use swarm::routing::{Candidate, Leg, max_throughput, min_latency, without_banned};
 
-use crate::fleet::{Fleet, PING_LIFE_S, remember};
+use crate::clock;
+use crate::directory::Directory;
+use crate::fleet::{Fleet, PING_LIFE_S};
 use crate::population::{BLOCKS, Person};
-use crate::routing::{Directory, Hop, Knowledge, Router, max_throughput};
 
 /// Time between two looks at the records.
 const UPDATE_S: f64 = 60.0;
 /// Servers pinged among those of the middle blocks, and among those of the last block.
 const PINGED: usize = 3;
-/// First ban; doubles with each failure after it.
-const BAN_S: f64 = 15.0;
-const MAX_DOUBLINGS: i32 = 10;
 /// Time between two of the directories that are remembered.
 pub const DIRECTORY_S: f64 = 10.0;
 
@@ -43,77 +43,27 @@ impl Directories {
     }
 }
 
-struct Ban {
-    server: usize,
-    until: f64,
-    failures: i32,
+/// One leg of a route: these blocks run on this server.
+#[derive(Clone, Debug)]
+pub struct Hop {
+    pub server: usize,
+    /// The blocks it is asked for.
+    pub blocks: Range<usize>,
+}
+
+impl From<Leg<usize>> for Hop {
+    fn from(Leg { peer, blocks }: Leg<usize>) -> Hop {
+        Hop { server: peer, blocks: blocks.start as usize..blocks.end as usize }
+    }
 }
 
 /// A client of the swarm.
 pub struct Client {
     pub person: Person,
     rng: StdRng,
-    pings: Vec<(usize, f64, f64)>,
-    bans: Vec<Ban>,
+    pings: Pings<usize>,
+    bans: Bans<usize>,
     updated_at: Option<f64>,
-}
-
-/// What a client knows, by the numbers of servers.
-#[derive(Default)]
-struct Known {
-    pings: Vec<Option<f64>>,
-    banned: Vec<bool>,
-}
-
-impl Knowledge for Known {
-    fn ping_s(&self, server: usize) -> Option<f64> {
-        self.pings[server]
-    }
-
-    fn is_banned(&self, server: usize) -> bool {
-        self.banned[server]
-    }
-}
-
-/// Finds routes for one client after the other.
-pub struct Guide {
-    router: Router,
-    known: Known,
-}
-
-impl Guide {
-    /// For a swarm of so many servers.
-    pub fn new(servers: usize) -> Guide {
-        Guide {
-            router: Router::default(),
-            known: Known { pings: vec![None; servers], banned: vec![false; servers] },
-        }
-    }
-
-    /// A route through `blocks` as `client` sees the swarm: the fastest for a session of `tokens`, or any for a batch.
-    pub fn route(
-        &mut self,
-        client: &mut Client,
-        directory: &Directory,
-        blocks: Range<usize>,
-        tokens: Option<u64>,
-        now: f64,
-    ) -> Option<Vec<Hop>> {
-        let fresh = client.pings.iter().filter(|(_, _, at)| now - at < PING_LIFE_S);
-        fresh.for_each(|(server, ping, _)| self.known.pings[*server] = Some(*ping));
-        let banned = client.bans.iter().filter(|ban| ban.until > now);
-        banned.for_each(|ban| self.known.banned[ban.server] = true);
-        let route = match tokens {
-            Some(_) => self
-                .router
-                .min_latency(directory, blocks, tokens, &self.known)
-                .map(|(hops, _)| hops),
-            None => max_throughput(directory, blocks, &self.known, &mut client.rng),
-        };
-        client.pings.iter().for_each(|(server, _, _)| self.known.pings[*server] = None);
-        client.bans.iter().for_each(|ban| self.known.banned[ban.server] = false);
-        route
-    }
 }
 
 impl Client {
@@ -123,8 +73,8 @@ impl Client {
         Client {
             person: Person::draw(seed, number),
             rng,
-            pings: Vec::new(),
-            bans: Vec::new(),
+            pings: Pings::default(),
+            bans: Bans::default(),
             updated_at: None,
         }
     }
@@ -142,7 +92,6 @@ impl Client {
             self.ping(last - f64::from(ago) * UPDATE_S, &directory, fleet);
         }
         self.updated_at = Some(last);
-        self.bans.retain(|ban| ban.until + PING_LIFE_S > now);
         directory
     }
 
@@ -154,33 +103,48 @@ impl Client {
     fn ping(&mut self, at: f64, directory: &Directory, fleet: &Fleet) {
         // Petals means to ping holders of the first block too, and overwrites that sample.
         let mut sample =
-            directory.records().iter().map(|r| r.server).choose_multiple(&mut self.rng, PINGED);
+            directory.records().iter().map(|r| r.peer).choose_multiple(&mut self.rng, PINGED);
         sample.extend(
-            directory.holders(BLOCKS - 1).map(|r| r.server).choose_multiple(&mut self.rng, PINGED),
+            directory.holders(BLOCKS - 1).map(|r| r.peer).choose_multiple(&mut self.rng, PINGED),
         );
         for server in sample {
             let way_s = self.person.location.round_trip_s(fleet.servers[server].machine.location);
             let jitter = self.rng.random_range(1.0..1.2);
             let measured =
                 if fleet.servers[server].is_present() { way_s * jitter } else { f64::INFINITY };
-            remember(&mut self.pings, server, measured, at);
+            self.pings.measured(server, measured, clock::at(at));
         }
+    }
+
+    /// A route through `blocks` as the client sees the swarm: the fastest for a session of `tokens`, or any for a batch.
+    pub fn route(
+        &mut self,
+        directory: &Directory,
+        blocks: Range<usize>,
+        tokens: Option<u64>,
+        now: f64,
+    ) -> Option<Vec<Hop>> {
+        let (now, blocks) = (clock::at(now), blocks.start as u32..blocks.end as u32);
+        let known = |record: &Candidate<usize>| Candidate {
+            ping_s: self.pings.seconds(&record.peer, now),
+            ..record.clone()
+        };
+        let servers: Vec<_> = directory.records().iter().map(known).collect();
+        let servers = without_banned(&servers, |server| self.bans.banned(server, now));
+        let legs = match tokens {
+            Some(_) => min_latency(&servers, blocks, tokens).map(|(legs, _)| legs),
+            None => max_throughput(&servers, blocks, self.rng.random()),
+        };
+        Some(legs.ok()?.into_iter().map(Hop::from).collect())
     }
 
     /// A server failed.
     pub fn failed(&mut self, server: usize, now: f64) {
-        match self.bans.iter_mut().find(|ban| ban.server == server) {
-            Some(ban) if ban.until > now => {}
-            Some(ban) => {
-                ban.until = now + BAN_S * 2f64.powi(ban.failures.min(MAX_DOUBLINGS));
-                ban.failures += 1;
-            }
-            None => self.bans.push(Ban { server, until: now + BAN_S, failures: 1 }),
-        }
+        self.bans.failed(server, clock::at(now));
     }
 
     /// A server did what it was asked for.
     pub fn answered(&mut self, server: usize) {
-        self.bans.retain(|ban| ban.server != server);
+        self.bans.answered(&server);
     }
 }

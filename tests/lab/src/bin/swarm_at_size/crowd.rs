@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use crate::client::{Client, Directories, Guide};
+use swarm::routing::OVERHEAD_S;
+
+use crate::client::{Client, Directories, Hop};
 use crate::fleet::Fleet;
 use crate::load::{BATCH_TOKENS, Demand, Loads, Visit};
 use crate::outcome::Counts;
 use crate::population::{BLOCKS, Text};
-use crate::routing::{Hop, OVERHEAD_S};
 
 /// A person waits so long for the next token.
 const PATIENCE_S: f64 = 120.0;
@@ -42,7 +43,6 @@ struct Session {
 /// All clients and what they do.
 pub struct Crowd {
     clients: Vec<Client>,
-    guide: Guide,
     sessions: Vec<Session>,
     pub counts: Counts,
     /// Seconds in sessions and tokens, of every client.
@@ -62,10 +62,9 @@ pub struct Scene<'a> {
 
 impl Crowd {
     /// `count` clients.
-    pub fn new(count: usize, servers: usize, seed: u64) -> Crowd {
+    pub fn new(count: usize, seed: u64) -> Crowd {
         Crowd {
             clients: (0..count as u64).map(|number| Client::new(seed, number)).collect(),
-            guide: Guide::new(servers),
             sessions: Vec::new(),
             counts: Counts::default(),
             used: vec![(0.0, 0.0); count],
@@ -224,7 +223,7 @@ impl Crowd {
         let client = &mut self.clients[session.client];
         let directory = client.update(at, scene.directories, scene.fleet);
         let tokens = session.text.map(|text| (text.prompt + text.tokens) as u64);
-        let Some(hops) = self.guide.route(client, &directory, blocks, tokens, at) else {
+        let Some(hops) = client.route(&directory, blocks, tokens, at) else {
             client.look_again(at);
             session.failures += 1;
             session.missing =

@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use netd::membership::placement::hysteresis::{Rebalancer, patience};
@@ -17,11 +17,14 @@ use netd::membership::placement::{Decision, best_start_without, should_choose_ot
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
+use swarm::health::Pings;
+use swarm::routing::Candidate;
 use swarm::view::ServerSpan;
 use swarm::wire::records::{ServerInfo, ServerState};
 
+use crate::clock;
+use crate::directory::Directory;
 use crate::population::{BLOCKS, Machine};
-use crate::routing::{Directory, Record};
 
 const QUALITY: f64 = 0.75;
 /// Age of what a server sees of the others.
@@ -41,8 +44,6 @@ const ANNOUNCE_S: f64 = 120.0;
 const EXPIRATION_S: f64 = 240.0;
 /// Servers pinged among those of the middle blocks, and among those of the block after ours.
 const PINGED: usize = 5;
-/// Weight of a new ping.
-pub const PING_WEIGHT: f64 = 0.2;
 /// Life of a ping.
 pub const PING_LIFE_S: f64 = 300.0;
 
@@ -112,7 +113,7 @@ pub struct Server {
     /// Longest time that its sessions have when it moves.
     drain_s: f64,
     rng: StdRng,
-    next_pings: Vec<(usize, f64, f64)>,
+    next_pings: Pings<usize>,
     /// Counts what ended its sessions: those of an older number are broken.
     pub epoch: u32,
     /// Cache in use: tokens of K or V of one block.
@@ -131,7 +132,7 @@ impl Server {
             rebalancer: Rebalancer::new(QUALITY, Duration::ZERO),
             drain_s: DRAIN_S,
             rng: StdRng::seed_from_u64(seed.rotate_left(32) ^ number as u64),
-            next_pings: Vec::new(),
+            next_pings: Pings::default(),
             epoch: 0,
             cache_used: 0,
             sessions: 0,
@@ -178,7 +179,7 @@ pub struct Fleet {
     /// What Sepal's and Petals' servers see, in the order of PeerIDs.
     views: [Vec<ServerSpan>; 2],
     /// What clients read, and until when.
-    records: Vec<Option<(Record, f64)>>,
+    records: Vec<Option<(Candidate<usize>, f64)>>,
     /// Moves so far.
     pub moves: u32,
 }
@@ -426,19 +427,14 @@ impl Fleet {
         let Server { serves, machine, rng, .. } = &mut self.servers[number];
         let span = serves.clone().unwrap_or(0..0);
         let (from, mut found) = (machine.location, Vec::new());
-        let is_near =
-            |record: &&Record| record.span.start < span.end && span.start + 1 < record.span.end;
+        let is_near = |record: &&Candidate<usize>| {
+            (record.blocks.start as usize) < span.end && span.start + 1 < record.blocks.end as usize
+        };
         found.extend(
-            directory
-                .records()
-                .iter()
-                .filter(is_near)
-                .map(|r| r.server)
-                .choose_multiple(rng, PINGED),
+            directory.records().iter().filter(is_near).map(|r| r.peer).choose_multiple(rng, PINGED),
         );
         if span.end < BLOCKS {
-            found
-                .extend(directory.holders(span.end).map(|r| r.server).choose_multiple(rng, PINGED));
+            found.extend(directory.holders(span.end).map(|r| r.peer).choose_multiple(rng, PINGED));
         }
         found.retain(|other| *other != number);
         for other in found {
@@ -447,7 +443,7 @@ impl Fleet {
             let server = &mut self.servers[number];
             let measured =
                 if is_present { way_s * server.rng.random_range(1.0..1.2) } else { f64::INFINITY };
-            remember(&mut server.next_pings, other, measured, now);
+            server.next_pings.measured(other, measured, clock::at(now));
         }
     }
 
@@ -484,34 +480,18 @@ impl Fleet {
             self.records[number] = None;
             return;
         };
-        let mut pings: Vec<(usize, f64)> =
-            server.next_pings.iter().map(|(to, ping, _)| (*to, *ping)).collect();
-        pings.sort_unstable_by_key(|(to, _)| *to);
-        let record = Record {
-            server: number,
-            span,
-            inference_rps: server.machine.inference_rps,
-            cache_tokens_left: server.machine.cache_tokens.saturating_sub(server.cache_used),
-            next_pings: Rc::from(pings),
+        let pings = server.next_pings.known(clock::at(now)).map(|(to, ping_s)| (*to, ping_s));
+        let record = Candidate {
+            peer: number,
+            blocks: span.start as u32..span.end as u32,
+            inference_rps: Some(server.machine.inference_rps),
+            measured_rps: None,
+            has_answered: true,
+            cache_tokens_left: Some(server.machine.cache_tokens.saturating_sub(server.cache_used)),
+            ping_s: None,
+            next_pings_s: Arc::new(pings.collect()),
         };
         self.records[number] = Some((record, now + EXPIRATION_S));
-    }
-}
-
-/// Smooths a ping into those that are known, and forgets old ones.
-pub fn remember(pings: &mut Vec<(usize, f64, f64)>, to: usize, measured_s: f64, now: f64) {
-    pings.retain(|(_, _, at)| now - at < PING_LIFE_S);
-    match pings.iter_mut().find(|(known, _, _)| *known == to) {
-        Some((_, ping, at)) => {
-            let is_smooth = ping.is_finite();
-            *ping = if is_smooth {
-                PING_WEIGHT * measured_s + (1.0 - PING_WEIGHT) * *ping
-            } else {
-                measured_s
-            };
-            *at = now;
-        }
-        None => pings.push((to, measured_s, now)),
     }
 }
 

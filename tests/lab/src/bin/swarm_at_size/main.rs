@@ -1,12 +1,12 @@
 //! A swarm of a thousand servers and ten thousand clients on one clock, under the real decisions of [`netd::membership::placement`]: Petals'
-//! rule, ours, and one half each, among the same machines and people. Clients route as Petals' client does. Prints a row for each run.
+//! rule, ours, and one half each, among the same machines and people. Clients route by [`swarm::routing`]. Prints a row for each run.
 //!
 //! `cargo run --release -p lab --bin swarm_at_size -- --servers 1000 --clients 10000 --seeds 10 --hours 2 --loss 0.333`
 //!
 //! ```text
 //!   population  who comes when, with what, and where; what people want
 //!       |
-//!     fleet     servers: choose, load, serve, move, leave        routing  Petals' routes over what was read
+//!     fleet     servers: choose, load, serve, move, leave        directory  what was read of the servers
 //!       |                                                           |
 //!     crowd     sessions over servers  <──────────────────────── client   pings, bans, looks at the records
 //!       |
@@ -16,12 +16,13 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod clock;
 mod crowd;
+mod directory;
 mod fleet;
 mod load;
 mod outcome;
 mod population;
-mod routing;
 mod run;
 
 use std::sync::Mutex;

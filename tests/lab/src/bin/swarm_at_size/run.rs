@@ -102,7 +102,7 @@ impl Sums {
 pub fn simulate(settings: &Settings) -> Outcome {
     let Settings { servers, clients, seconds, loss, rule, seed } = *settings;
     let mut fleet = Fleet::new(machines(seed, servers, seconds), rule, seed);
-    let mut crowd = Crowd::new(clients, fleet.servers.len(), seed);
+    let mut crowd = Crowd::new(clients, seed);
     let mut loads = Loads::new(fleet.servers.iter().map(|server| server.machine.forward_rps));
     let (mut queue, mut directories, mut sums) =
         (Queue::default(), Directories::default(), Sums::default());

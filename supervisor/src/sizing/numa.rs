@@ -1,4 +1,4 @@
-//! The memory of the NUMA nodes of this machine; [`processor`](crate::processor) knows their cores.
+//! The memory of the NUMA nodes of this machine; [`processor`](shared::processor) knows their cores.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn free_of(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::processor::Processor;
+    use shared::processor::Processor;
 
     #[test]
     fn what_a_node_can_free_counts_as_free() {
