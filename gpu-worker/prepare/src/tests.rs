@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use blocks::kv::page_layout;
 use blocks::map::{MapError, MappedWeights};
-use blocks::{BlockInput, BlockWeights, Workspace, forward};
+use blocks::{BlockWeights, Workspace, forward};
 use kernels::ops::convert;
 use kernels::{Cpu, KvPages, StepRow};
 use model::manifest::Manifest;
@@ -150,13 +150,12 @@ fn outputs(place: &TinyModel, quant: QuantType) -> Vec<f32> {
     let mut pool = vec![0; layout.page_bytes()];
     let mut pages = KvPages::new(layout, &mut pool);
     let rows = [StepRow::new(9, 0, &[PageId(0)])];
-    let input = BlockInput { rows: &rows, prompts: &[], adapters: &[], lengths: &[] };
     let mut hidden: Vec<f32> = (0..9 * spec.hidden)
         .map(|i| (0.61 * i as f32).sin())
         .map(|v| convert::round(dtype, v))
         .collect();
     let before = hidden.clone();
-    forward(&mut cpu, spec, &blocks, &mut work, input, &mut hidden, &mut pages).unwrap();
+    forward(&mut cpu, spec, &blocks, &mut work, &rows, &mut hidden, &mut pages).unwrap();
     // What the block adds; the residual would hide errors.
     hidden.iter().zip(&before).map(|(a, b)| a - b).collect()
 }
