@@ -56,9 +56,9 @@ mod server;
 mod status;
 mod top;
 
-pub use builder::{Builder, LogTo};
+pub use builder::Builder;
 pub use commands::{run_command, run_with_worker};
-pub use server::{Drainer, Events, HostError, Outcome, Server};
+pub use server::{Drainer, Events, HostError, LogTo, Outcome, Server};
 pub use shared::block::Span;
 pub use shared::control::PrepareStage;
 pub use shared::exit::ExitReason;
