@@ -5,7 +5,7 @@ mod survey;
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
@@ -16,6 +16,7 @@ use hivemind::p2p::{
 };
 use hivemind::view::{self, ServerSpan};
 use hivemind::wire::records::ServerState;
+use parking_lot::Mutex;
 use shared::public_swarm;
 
 use crate::health::{Answers, Bans, Pings, Rates};
@@ -162,10 +163,6 @@ impl Swarm {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The network node.
     pub fn p2p(&self) -> &P2p {
         &self.p2p
@@ -183,19 +180,19 @@ impl Swarm {
 
     /// Servers that are ONLINE or JOINING, as last read.
     pub fn all_servers(&self) -> Vec<ServerSpan> {
-        self.known().all_servers.clone()
+        self.known.lock().all_servers.clone()
     }
 
     /// The route that a session would take now and the estimated seconds of its steps; `None` if a
     /// block has no server.
     pub fn route_now(&self) -> Option<(Vec<Leg<PeerId>>, f64)> {
-        let candidates = self.known().candidates();
+        let candidates = self.known.lock().candidates();
         min_latency(&candidates, 0..self.config.num_blocks, None).ok()
     }
 
     /// Servers that are ONLINE, as last read.
     pub fn servers(&self) -> Vec<ServerSpan> {
-        self.known().servers.clone()
+        self.known.lock().servers.clone()
     }
 
     /// Reads all records of the model and measures the way to some of its servers.
@@ -206,7 +203,7 @@ impl Swarm {
         Box::pin(async move {
             let asked_at = Instant::now();
             let _reading = self.reading.lock().await;
-            if self.known().read_at.is_some_and(|at| at >= asked_at) {
+            if self.known.lock().read_at.is_some_and(|at| at >= asked_at) {
                 // Read by another meanwhile.
                 return Ok(());
             }
@@ -214,7 +211,7 @@ impl Swarm {
                 view::read_blocks(&self.dht, &self.config.prefix, 0..self.config.num_blocks)
                     .await?;
             let asked = {
-                let mut known = self.known();
+                let mut known = self.known.lock();
                 known.servers = view::spans(&blocks, 0, ServerState::Online);
                 known.all_servers = view::spans(&blocks, 0, ServerState::Joining);
                 known.read_at = Some(Instant::now());
@@ -236,7 +233,7 @@ impl Swarm {
         purpose: Purpose,
     ) -> Result<Vec<Leg<PeerId>>, SwarmError> {
         let end = Instant::now() + self.config.startup_timeout;
-        let read_at = self.known().read_at;
+        let read_at = self.known.lock().read_at;
         if read_at.is_none_or(|at| at.elapsed() > REFRESH_PERIOD) {
             self.refresh().await?;
         }
@@ -244,7 +241,7 @@ impl Swarm {
         loop {
             match self.find(blocks.clone(), purpose) {
                 Ok(legs) => {
-                    let strangers = self.known().strangers(&legs, &asked);
+                    let strangers = self.known.lock().strangers(&legs, &asked);
                     if strangers.is_empty() || surveys == MAX_SURVEYS {
                         return Ok(legs);
                     }
@@ -270,7 +267,7 @@ impl Swarm {
 
     /// The best route by what is known.
     fn find(&self, blocks: Range<u32>, purpose: Purpose) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
-        let candidates = self.known().candidates();
+        let candidates = self.known.lock().candidates();
         match purpose {
             Purpose::Session { max_length } => {
                 min_latency(&candidates, blocks, Some(u64::from(max_length))).map(|(legs, _)| legs)
@@ -284,7 +281,7 @@ impl Swarm {
     /// `on_request_failure`).
     pub fn ban(&self, peer: PeerId) {
         let now = Instant::now();
-        let mut known = self.known();
+        let mut known = self.known.lock();
         known.bans.failed(peer, now);
         let left = known.candidates();
         if left.iter().any(|c| known.bans.banned(&c.peer, now)) {
@@ -294,14 +291,14 @@ impl Swarm {
 
     /// Forgets the failures of `peer`: it has answered.
     pub fn trust(&self, peer: &PeerId) {
-        let mut known = self.known();
+        let mut known = self.known.lock();
         known.bans.answered(peer);
         known.answers.heard(*peer, Instant::now());
     }
 
     /// `peer` took `spent` for a step of one token through so many blocks, the way included.
     pub fn note_rate(&self, peer: &PeerId, blocks: usize, spent: Duration) {
-        let mut known = self.known();
+        let mut known = self.known.lock();
         let way = known.pings.seconds(peer, Instant::now()).filter(|ping| ping.is_finite());
         let seconds = (spent.as_secs_f64() - way.unwrap_or(0.0)).max(0.0);
         known.rates.measured(*peer, seconds / blocks.max(1) as f64);
@@ -311,7 +308,7 @@ impl Swarm {
     /// ones ignore that they are asked to.
     pub fn rolls_back(&self, peer: &PeerId) -> bool {
         let id = peer.to_base58();
-        let known = self.known();
+        let known = self.known.lock();
         let record = known.all_servers.iter().find(|server| server.peer_id == id);
         record.and_then(|server| server.info.version.as_deref()).is_some_and(knows_roll_back)
     }

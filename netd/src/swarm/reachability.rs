@@ -15,7 +15,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -27,6 +27,7 @@ use hivemind::p2p::{
     Traversal,
 };
 use hivemind::wire::messages::{NodeInfo, PingRequest, PingResponse};
+use parking_lot::Mutex;
 use prost::Message;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -101,7 +102,7 @@ impl Checker {
     /// What was asked so far.
     #[must_use]
     pub fn figures(&self) -> CheckFigures {
-        self.with(|shared| shared.figures)
+        self.shared.lock().figures
     }
 
     /// Answers a request of `caller`. About this node itself it is a sign of life; about the caller
@@ -118,7 +119,7 @@ impl Checker {
         } else if asked == caller.to_bytes() {
             self.dial_back(caller).await?
         } else {
-            self.with(|shared| shared.figures.refused += 1);
+            self.shared.lock().figures.refused += 1;
             false
         };
         let response = PingResponse { available, ..PingResponse::default() };
@@ -127,17 +128,17 @@ impl Checker {
 
     async fn dial_back(&self, caller: PeerId) -> Result<bool, String> {
         let permit = self.probes.try_acquire();
-        let admitted = permit.is_ok() && self.with(|shared| shared.admit(caller, Instant::now()));
+        let admitted = permit.is_ok() && self.shared.lock().admit(caller, Instant::now());
         if !admitted {
-            self.with(|shared| shared.figures.refused += 1);
+            self.shared.lock().figures.refused += 1;
             return Err("RuntimeError('too many reachability checks, ask again later')".into());
         }
         let reachable = self.probe(caller).await;
         info!(peer = %caller, reachable, "checked the reachability of a peer");
-        self.with(|shared| match reachable {
-            true => shared.figures.reachable += 1,
-            false => shared.figures.unreachable += 1,
-        });
+        match reachable {
+            true => self.shared.lock().figures.reachable += 1,
+            false => self.shared.lock().figures.unreachable += 1,
+        }
         Ok(reachable)
     }
 
@@ -153,10 +154,6 @@ impl Checker {
         }
         let found = timeout(SELF_CHECK_TIMEOUT, is_there(caller, addrs)).await;
         found.unwrap_or(false)
-    }
-
-    fn with<T>(&self, access: impl FnOnce(&mut Shared) -> T) -> T {
-        access(&mut self.shared.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -12,12 +12,13 @@
 //! ```
 //! If there is no other executable after all, [`ToChild::GoOn`] ends the wait on the same channel.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipc_channel::IpcError;
 use ipc_channel::TryRecvError;
 use ipc_channel::ipc::{self, IpcReceiver, IpcSender};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
@@ -93,13 +94,9 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
         ControlSender(Arc::new(Mutex::new(Outgoing { channel, held: None })))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outgoing<Up>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sends a message, or keeps it until the supervisor listens again.
     pub fn send(&self, message: Up) -> Result<(), Closed> {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         match &mut out.held {
             None => out.channel.send(FromChild::Message(message)).map_err(|_| Closed),
             Some(held) if held.len() < MAX_HELD => {
@@ -112,7 +109,7 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
 
     /// Nothing follows on the present channel.
     fn hold(&self) {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         if out.held.is_none() {
             out.held = Some(Vec::new());
         }
@@ -121,12 +118,12 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
     }
 
     fn is_holding(&self) -> bool {
-        self.lock().held.is_some()
+        self.0.lock().held.is_some()
     }
 
     /// Sends what was held, and all that follows, on `channel` or the present one.
     fn go_on(&self, channel: Option<IpcSender<FromChild<Up>>>) {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         if let Some(channel) = channel {
             out.channel = channel;
         }
@@ -165,7 +162,7 @@ where
     /// [`IpcError::Disconnected`]: the supervisor is gone.
     pub fn recv(&self) -> Result<Down, IpcError> {
         loop {
-            let received = self.lock().recv();
+            let received = self.channel.lock().recv();
             match received {
                 Ok(received) => {
                     if let Received::Message(message) = self.take(received) {
@@ -195,8 +192,8 @@ where
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let received = match left.is_zero() {
-                true => self.lock().try_recv(),
-                false => self.lock().try_recv_timeout(left),
+                true => self.channel.lock().try_recv(),
+                false => self.channel.lock().try_recv_timeout(left),
             };
             match received {
                 Ok(received) => {
@@ -210,10 +207,6 @@ where
                 Err(error) => return Err(error),
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, IpcReceiver<ToChild<Down>>> {
-        self.channel.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn take(&self, received: ToChild<Down>) -> Received<Down> {
@@ -241,7 +234,7 @@ where
             warn!(%error, "cannot connect to the next executable of the supervisor");
             IpcError::Disconnected
         })?;
-        *self.lock() = receiver;
+        *self.channel.lock() = receiver;
         self.sender.go_on(Some(sender));
         Ok(())
     }

@@ -1,13 +1,10 @@
 //! Every bound of the node that is not part of a [`ProtocolSpec`], and the counting of inbound RPC
 //! streams.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 
 use super::{
     circuits::CircuitRates,
@@ -191,7 +188,7 @@ impl InboundLimits {
 
     /// The names that are offered to peers.
     pub(super) fn names(&self) -> Vec<&'static str> {
-        let counts = self.lock();
+        let counts = self.counts.lock();
         let names = self.protocols.iter().map(|spec| spec.name);
         names.filter(|name| !counts.withdrawn.contains(name)).collect()
     }
@@ -223,12 +220,12 @@ impl InboundLimits {
 
     /// What was refused so far.
     pub(super) fn figures(&self) -> InboundFigures {
-        self.lock().figures
+        self.counts.lock().figures
     }
 
     /// Counts one more.
     pub(super) fn count(&self, add: impl FnOnce(&mut InboundFigures)) {
-        add(&mut self.lock().figures);
+        add(&mut self.counts.lock().figures);
     }
 
     /// Counts a failed write if the peer took nothing for too long.
@@ -241,7 +238,7 @@ impl InboundLimits {
 
     /// Offers these no more. Streams that were negotiated go on.
     pub(super) fn withdraw(&self, names: &[&'static str]) {
-        self.lock().withdrawn.extend_from_slice(names);
+        self.counts.lock().withdrawn.extend_from_slice(names);
     }
 
     /// Counts one more stream of `peer`; `None` if a bound is reached or the protocol is not ours.
@@ -251,7 +248,7 @@ impl InboundLimits {
         name: &'static str,
     ) -> Option<(ProtocolKind, Permit)> {
         let spec = self.protocols.iter().find(|spec| spec.name == name)?;
-        let mut counts = self.lock();
+        let mut counts = self.counts.lock();
         let total = counts.total.get(name).copied().unwrap_or(0);
         let of_peer = counts.per_peer.get(&(peer, name)).copied().unwrap_or(0);
         if total >= spec.max_inbound_total || of_peer >= spec.max_inbound_per_peer {
@@ -265,11 +262,7 @@ impl InboundLimits {
 
     /// Whether any stream of this peer is being served.
     pub(super) fn serves(&self, peer: &PeerId) -> bool {
-        self.lock().per_peer.keys().any(|(served, _)| served == peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock().per_peer.keys().any(|(served, _)| served == peer)
     }
 }
 
@@ -290,7 +283,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut counts = self.limits.lock();
+        let mut counts = self.limits.counts.lock();
         if let Some(total) = counts.total.get_mut(self.name) {
             *total = total.saturating_sub(1);
         }
@@ -313,17 +306,13 @@ pub(super) struct Calls {
 impl Calls {
     /// Counts one more, until the result is dropped.
     pub(super) fn begin(self: &Arc<Self>, peer: PeerId) -> CallGuard {
-        *self.lock().entry(peer).or_default() += 1;
+        *self.per_peer.lock().entry(peer).or_default() += 1;
         CallGuard { calls: Arc::clone(self), peer }
     }
 
     /// Whether any call to this peer is under way.
     pub(super) fn under_way(&self, peer: &PeerId) -> bool {
-        self.lock().contains_key(peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<PeerId, usize>> {
-        self.per_peer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.per_peer.lock().contains_key(peer)
     }
 }
 
@@ -336,7 +325,7 @@ pub(super) struct CallGuard {
 
 impl Drop for CallGuard {
     fn drop(&mut self) {
-        let mut per_peer = self.calls.lock();
+        let mut per_peer = self.calls.per_peer.lock();
         let left = per_peer.get(&self.peer).copied().unwrap_or(0).saturating_sub(1);
         if left == 0 {
             per_peer.remove(&self.peer);
@@ -372,7 +361,11 @@ mod tests {
         assert!(limits.admit(two, "b").is_none(), "unknown protocol");
         drop(first);
         assert!(limits.admit(two, "a").is_some());
-        assert_eq!(limits.lock().per_peer.len(), 2, "the admission of the last line is dropped");
+        assert_eq!(
+            limits.counts.lock().per_peer.len(),
+            2,
+            "the admission of the last line is dropped"
+        );
     }
 
     #[test]

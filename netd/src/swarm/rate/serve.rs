@@ -2,11 +2,12 @@
 //! since bytes cost both sides.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use hivemind::p2p::{InboundReader, InboundStream, InboundWriter, P2p, PeerId};
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
@@ -81,7 +82,7 @@ impl Counterpart {
     /// What was asked so far.
     #[must_use]
     pub fn figures(&self) -> Figures {
-        self.with(|lent| lent.figures)
+        self.lent.lock().figures
     }
 
     /// Serves one stream of `peer`.
@@ -89,11 +90,11 @@ impl Counterpart {
         let permit = self.slots.try_acquire();
         let admitted = permit.is_ok()
             && self.is_direct(peer).await
-            && self.with(|lent| lent.admit(peer, Instant::now()));
-        self.with(|lent| match admitted {
-            true => lent.figures.served += 1,
-            false => lent.figures.refused += 1,
-        });
+            && self.lent.lock().admit(peer, Instant::now());
+        match admitted {
+            true => self.lent.lock().figures.served += 1,
+            false => self.lent.lock().figures.refused += 1,
+        }
         if !admitted {
             return stream.fail("no more measurements for now").await;
         }
@@ -108,10 +109,6 @@ impl Counterpart {
     async fn is_direct(&self, peer: PeerId) -> bool {
         let introduction = timeout(INTRODUCTION_TIMEOUT, self.p2p.introduction(peer)).await;
         matches!(introduction, Ok(Ok(introduction)) if !introduction.seen_at.is_empty())
-    }
-
-    fn with<T>(&self, access: impl FnOnce(&mut Lent) -> T) -> T {
-        access(&mut self.lent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -3,11 +3,12 @@
 use std::{
     io,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{
     super::{circuits::Pace, pools::Reservation},
@@ -24,7 +25,7 @@ impl Shared {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Streams> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
