@@ -47,7 +47,8 @@ pub struct Answered {
 }
 
 /// What became of a step that another server pushed to a session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum PushedStep {
     /// It came before the client's copy and was answered.
     First,
@@ -63,11 +64,7 @@ impl PushedStep {
 
     /// As metrics name it.
     pub fn name(self) -> &'static str {
-        match self {
-            PushedStep::First => "first",
-            PushedStep::Late => "late",
-            PushedStep::Differs => "differs",
-        }
+        self.into()
     }
 }
 
