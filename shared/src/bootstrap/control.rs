@@ -144,13 +144,6 @@ pub struct ControlReceiver<Down, Up> {
     descriptors: DescriptorSocket,
 }
 
-/// What was received, seen from the role.
-enum Received<Down> {
-    Message(Down),
-    /// Something that the role need not know.
-    Handled,
-}
-
 impl<Down, Up> ControlReceiver<Down, Up>
 where
     Down: Serialize + for<'de> Deserialize<'de>,
@@ -163,14 +156,8 @@ where
     pub fn recv(&self) -> Result<Down, IpcError> {
         loop {
             let received = self.channel.lock().recv();
-            match received {
-                Ok(received) => {
-                    if let Received::Message(message) = self.take(received) {
-                        return Ok(message);
-                    }
-                }
-                Err(IpcError::Disconnected) => self.attach()?,
-                Err(error) => return Err(error),
+            if let Some(message) = self.take(received)? {
+                return Ok(message);
             }
         }
     }
@@ -195,27 +182,27 @@ where
                 true => self.channel.lock().try_recv(),
                 false => self.channel.lock().try_recv_timeout(left),
             };
-            match received {
-                Ok(received) => {
-                    if let Received::Message(message) = self.take(received) {
-                        return Ok(message);
-                    }
-                }
-                Err(TryRecvError::IpcError(IpcError::Disconnected)) => {
-                    self.attach().map_err(TryRecvError::IpcError)?;
-                }
-                Err(error) => return Err(error),
+            let received = match received {
+                Err(TryRecvError::Empty) => return Err(TryRecvError::Empty),
+                Err(TryRecvError::IpcError(error)) => Err(error),
+                Ok(received) => Ok(received),
+            };
+            if let Some(message) = self.take(received).map_err(TryRecvError::IpcError)? {
+                return Ok(message);
             }
         }
     }
 
-    fn take(&self, received: ToChild<Down>) -> Received<Down> {
+    /// What the role is to see of it; `None` for what it need not know.
+    fn take(&self, received: Result<ToChild<Down>, IpcError>) -> Result<Option<Down>, IpcError> {
         match received {
-            ToChild::Message(message) => return Received::Message(message),
-            ToChild::Hold => self.sender.hold(),
-            ToChild::GoOn => self.sender.go_on(None),
+            Ok(ToChild::Message(message)) => return Ok(Some(message)),
+            Ok(ToChild::Hold) => self.sender.hold(),
+            Ok(ToChild::GoOn) => self.sender.go_on(None),
+            Err(IpcError::Disconnected) => self.attach()?,
+            Err(error) => return Err(error),
         }
-        Received::Handled
+        Ok(None)
     }
 
     /// The channel closed: connects to the next one, if the supervisor has said that one comes.
