@@ -1,6 +1,6 @@
 //! The counting of connections: pure.
 
-use std::{collections::HashMap, fmt, hash::Hash};
+use std::{collections::HashMap, hash::Hash};
 
 use libp2p::{PeerId, swarm::ConnectionId};
 
@@ -16,37 +16,24 @@ use super::super::{
 };
 
 /// Why a connection is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum Refused {
     /// A net has as many connections as it may have.
+    #[error("net {net:?} has {limit} inbound connections already")]
     NetFull { net: Net, limit: usize },
     /// All nets together have as many as peers of this standing may fill.
+    #[error("{limit} inbound connections are open already, peer is {standing:?}")]
     Full { standing: Standing, limit: usize },
     /// A peer has as many as it may have.
+    #[error("peer has {limit} connections already")]
     PeerFull { limit: usize },
     /// We have as many of our own as we may have.
+    #[error("{limit} outbound connections are open already")]
     OwnFull { limit: usize },
     /// As many of our own dials are under way as may be.
+    #[error("{limit} dials are under way already")]
     Dials { limit: usize },
 }
-
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NetFull { net, limit } => {
-                write!(f, "net {net:?} has {limit} inbound connections already")
-            }
-            Self::Full { standing, limit } => {
-                write!(f, "{limit} inbound connections are open already, peer is {standing:?}")
-            }
-            Self::PeerFull { limit } => write!(f, "peer has {limit} connections already"),
-            Self::OwnFull { limit } => write!(f, "{limit} outbound connections are open already"),
-            Self::Dials { limit } => write!(f, "{limit} dials are under way already"),
-        }
-    }
-}
-
-impl std::error::Error for Refused {}
 
 /// How many connections there may be.
 #[derive(Clone, Copy, Debug)]
