@@ -238,8 +238,8 @@ pub fn send_packet(
     Ok(())
 }
 
-/// Waits for the next packet, for ever without a `timeout`. As many of its bytes as fit fill `bytes`;
-/// no more descriptors are taken than have room where `FDS` have.
+/// Waits for the next packet, without end if there is no `timeout`. What exceeds `bytes`, or the room of
+/// `FDS` descriptors, is cut off.
 ///
 /// # Errors
 /// [`DescriptorError::TimedOut`] when nothing came, [`DescriptorError::Closed`] when nothing can.
