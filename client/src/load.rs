@@ -4,11 +4,12 @@
 //! and as a stand-in for many clients beside any server of the swarm.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use p2p::task;
 use p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
+use parking_lot::Mutex;
 use prost::Message;
 use shared::dtype::DType;
 use swarm::names;
@@ -146,7 +147,7 @@ pub async fn run(config: &LoadConfig) -> Result<LoadReport, LoadError> {
     for (p2p, _) in &peers {
         p2p.shutdown().await;
     }
-    let tally = std::mem::take(&mut *lock(&tally));
+    let tally = std::mem::take(&mut *tally.lock());
     Ok(tally.report(elapsed))
 }
 
@@ -231,7 +232,7 @@ impl Script {
             let began = Instant::now();
             let (output, _) = session.step(&StepInput::plain(input, &step_id())).await?;
             let took = began.elapsed();
-            let mut tally = lock(tally);
+            let mut tally = tally.lock();
             tally.differing += u64::from(output != *expected);
             if at > 0 {
                 tally.took.push(took);
@@ -241,7 +242,7 @@ impl Script {
             }
         }
         session.close().await?;
-        lock(tally).sessions += 1;
+        tally.lock().sessions += 1;
         Ok(())
     }
 }
@@ -249,7 +250,7 @@ impl Script {
 async fn keep_going(p2p: P2p, script: Arc<Script>, tally: Arc<Mutex<Tally>>, until: Instant) {
     while Instant::now() < until {
         if let Err(error) = script.session(&p2p, &tally, until).await {
-            lock(&tally).failed(&error);
+            tally.lock().failed(&error);
             tokio::time::sleep(PAUSE).await;
         }
     }
@@ -291,10 +292,6 @@ impl Tally {
             texts: self.texts,
         }
     }
-}
-
-fn lock(tally: &Mutex<Tally>) -> std::sync::MutexGuard<'_, Tally> {
-    tally.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn step_id() -> String {

@@ -5,11 +5,12 @@ mod survey;
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal};
+use parking_lot::{Mutex, MutexGuard};
 use shared::public_swarm;
 use swarm::dht::driver::{Dht, DhtConfig, DhtError};
 use swarm::dht::storage::StorageLimits;
@@ -161,7 +162,7 @@ impl Swarm {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     /// The network node.

@@ -1,10 +1,10 @@
 //! Sessions that are kept open after a text has ended: a conversation that goes on sends its new tokens
 //! only.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use client::chain::Chain;
+use parking_lot::Mutex;
 
 /// A session is taken for a prompt that begins with so many of its tokens at least: fewer save nothing
 /// and may be what all prompts begin with.
@@ -45,7 +45,7 @@ impl<S: Session> Conversations<S> {
     /// The session that has the most tokens in common with the beginning of `prompt` and can take it and
     /// `more` tokens; with the number of these tokens, which is smaller than the prompt.
     pub fn take(&self, prompt: &[u32], more: u32) -> Option<(S, usize)> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         let needed = prompt.len() as u64 + u64::from(more);
         let common = |one: &OpenSession<S>| {
             let same = one.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
@@ -60,7 +60,7 @@ impl<S: Session> Conversations<S> {
 
     /// Keeps a session that holds `tokens`; returns those that are to be closed.
     pub fn keep(&self, session: S, tokens: Vec<u32>, now: Instant) -> Vec<S> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         kept.push(OpenSession { session, tokens, at: now });
         let mut closed = Vec::new();
         while kept.len() > self.most {
@@ -73,14 +73,14 @@ impl<S: Session> Conversations<S> {
 
     /// Takes out sessions that were not used for long.
     pub fn expired(&self, now: Instant) -> Vec<S> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         let is_old = |one: &mut OpenSession<S>| now.duration_since(one.at) >= self.idle;
         kept.extract_if(.., is_old).map(|one| one.session).collect()
     }
 
     /// Sessions that are kept.
     pub fn len(&self) -> usize {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.kept.lock().len()
     }
 }
 

@@ -1,10 +1,10 @@
 //! A model as the page shows it: its servers, and the blocks that no server serves.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use client::swarm::Swarm;
+use parking_lot::Mutex;
 
 /// How often the records of the servers are read.
 const REFRESH_PERIOD: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ impl View {
     /// Blocks that no server serves, by the records as they are now.
     pub fn holes(&self) -> Holes {
         self.find_holes();
-        self.holes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.holes.lock().clone()
     }
 
     /// Reads the records of the servers, again and again.
@@ -62,7 +62,7 @@ impl View {
                 _ => blocks.push(block..block + 1),
             }
         }
-        let mut holes = self.holes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut holes = self.holes.lock();
         if holes.blocks.is_empty() != blocks.is_empty() {
             holes.since = (!blocks.is_empty()).then(SystemTime::now);
             let (model, missing) = (&self.name, format!("{blocks:?}"));

@@ -13,6 +13,7 @@ use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
 use shared::shm::board::{BoardWriter, DeviceFigures};
 use tracing::debug;
+use uuid::Uuid;
 
 /// Time between two readings; a reading takes some milliseconds.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -57,12 +58,7 @@ fn load() -> Result<Nvml, NvmlError> {
 
 /// A UUID as NVML writes it.
 fn name_of(kind: &str, uuid: [u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let (a, rest) = hex.split_at(8);
-    let (b, rest) = rest.split_at(4);
-    let (c, rest) = rest.split_at(4);
-    let (d, e) = rest.split_at(4);
-    format!("{kind}-{a}-{b}-{c}-{d}-{e}")
+    format!("{kind}-{}", Uuid::from_bytes(uuid))
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 //! identity, which announces nothing and leaves at once, and asks the Hub. The judgement is the
 //! supervisor's.
 
-mod date;
 mod hub;
 
 use std::path::Path;

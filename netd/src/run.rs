@@ -255,7 +255,7 @@ fn plan_arena(init: &NetdInit, facts: &ModelFacts, arena: ArenaMap) -> Result<Ar
     if !reply::possible(facts.dtype, compression) {
         return Err(Fatal::bad_config(format!(
             "invalid --compression {}: not defined for {}; give another --compression or another --torch_dtype",
-            compression.name(),
+            compression,
             facts.dtype.name()
         )));
     }

@@ -10,10 +10,11 @@ pub mod minute;
 mod rows;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use p2p::P2p;
+use parking_lot::Mutex;
 use shared::block::BlockIndex;
 use shared::job::WorkKind;
 use shared::shm::board::{Announced, BoardWriter, StepPart};
@@ -173,12 +174,12 @@ impl Telemetry {
 
     /// Notes what the server tells the swarm of itself.
     pub fn set_announced(&self, announced: Announced) {
-        *self.announced.lock().unwrap_or_else(PoisonError::into_inner) = announced;
+        *self.announced.lock() = announced;
     }
 
     /// What the server tells the swarm of itself.
     pub fn announced(&self) -> Announced {
-        *self.announced.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.announced.lock()
     }
 
     /// The swarm is entered through these.

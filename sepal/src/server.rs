@@ -5,15 +5,16 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use futures::stream::{self, BoxStream, Stream, StreamExt};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use parking_lot::Mutex;
 use shared::exit::ExitReason;
 use supervisor::feed::Event;
 use supervisor::spawn;
@@ -119,7 +120,7 @@ impl Drainer {
     /// # Errors
     /// [`HostError::System`] when the signal cannot be sent.
     pub fn drain(&self) -> Result<(), HostError> {
-        let child = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let child = self.0.lock();
         // A process that was not waited for keeps its id.
         let pid = child.as_ref().and_then(|child| i32::try_from(child.id()).ok());
         pid.map_or(Ok(()), |pid| kill(Pid::from_raw(pid), Signal::SIGTERM))
@@ -129,7 +130,7 @@ impl Drainer {
     /// Waits for the end of a process that has closed its output.
     fn wait(&self) -> Option<ExitReason> {
         loop {
-            let mut child = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut child = self.0.lock();
             match child.as_mut().map(Child::try_wait) {
                 Some(Ok(None)) => {}
                 Some(Ok(Some(status))) => {

@@ -53,7 +53,9 @@ use crate::exit::ExitReason;
 use crate::sandbox::{self, SandboxError};
 
 pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToChild};
-pub use descriptors::{DescriptorError, DescriptorSocket, MAX_BUNDLE};
+pub use descriptors::{
+    DescriptorError, DescriptorSocket, MAX_BUNDLE, Packet, recv_packet, send_packet,
+};
 pub use logging::{Identity, LogError, abort_on_panic, init_logging};
 pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
 

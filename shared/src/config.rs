@@ -148,7 +148,8 @@ pub struct LogConfig {
 }
 
 /// Form of a log line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum LogFormat {
     /// For a person at a terminal: warnings and errors without time stamps, below which the
     /// supervisor draws its progress.
@@ -165,10 +166,6 @@ impl LogFormat {
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
-        match self {
-            LogFormat::Terminal => "terminal",
-            LogFormat::Text => "text",
-            LogFormat::Json => "json",
-        }
+        self.into()
     }
 }

@@ -1,12 +1,15 @@
 //! What a child process is.
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
 /// Role of a child process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Role {
     Netd,
     /// A worker that owns one device.
+    #[strum(to_string = "gpu-worker")]
     Worker,
     /// The short-lived reader of checkpoints.
     Prepare,
@@ -15,10 +18,6 @@ pub enum Role {
 impl Role {
     /// The hidden subcommand of `sepal` that runs the role, and its name in logs.
     pub fn name(self) -> &'static str {
-        match self {
-            Role::Netd => "netd",
-            Role::Worker => "gpu-worker",
-            Role::Prepare => "prepare",
-        }
+        self.into()
     }
 }

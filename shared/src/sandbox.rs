@@ -15,13 +15,15 @@ mod tests;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use strum::{EnumString, IntoStaticStr};
 
 use crate::role::Role;
 
 /// Whether children are confined (`--sandbox`).
+#[derive(EnumString, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = expected_modes)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SandboxMode {
     Off,
@@ -35,25 +37,12 @@ pub enum SandboxMode {
 impl SandboxMode {
     /// What it is called in settings.
     pub fn name(self) -> &'static str {
-        match self {
-            SandboxMode::Off => "off",
-            SandboxMode::On => "on",
-            SandboxMode::Require => "require",
-        }
+        self.into()
     }
 }
 
-impl FromStr for SandboxMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<SandboxMode, String> {
-        match text {
-            "off" => Ok(SandboxMode::Off),
-            "on" => Ok(SandboxMode::On),
-            "require" => Ok(SandboxMode::Require),
-            _ => Err("expected off, on or require".to_owned()),
-        }
-    }
+fn expected_modes(_: &str) -> String {
+    "expected off, on or require".to_owned()
 }
 
 /// Whom [`table`] is about.

@@ -12,23 +12,22 @@
 //! make an `IpcSender` of a descriptor.
 
 use std::fs::Permissions;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io;
 use std::marker::PhantomData;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use ipc_channel::SerDeError;
 use ipc_channel::ipc::{IpcMessage, IpcOneShotServer, IpcSender};
-use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    UnixAddr, accept4, bind, connect, listen, recvmsg, sendmsg, socket,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, socket,
 };
 use serde::{Deserialize, Serialize};
-use shared::bootstrap::{Exchange, FromChild, ToChild};
-
-use crate::spawn;
+use shared::bootstrap::{
+    DescriptorError, Exchange, FromChild, Packet, ToChild, recv_packet, send_packet,
+};
 
 /// Longest message of a child; the longest that one sends has some KiB.
 pub const MAX_MESSAGE_BYTES: usize = 128 << 10;
@@ -78,6 +77,16 @@ pub enum Refused {
     Exchange,
 }
 
+impl From<DescriptorError> for Refused {
+    fn from(error: DescriptorError) -> Refused {
+        match error {
+            DescriptorError::Closed => Refused::Closed,
+            DescriptorError::Os(error) => Refused::System(error),
+            other => Refused::System(io::Error::other(other)),
+        }
+    }
+}
+
 /// Where one child connects, once.
 #[derive(Debug)]
 pub struct Listener {
@@ -112,8 +121,8 @@ impl Listener {
         Down: Serialize + for<'de> Deserialize<'de>,
         Up: Serialize + for<'de> Deserialize<'de>,
     {
-        let child = accept4(self.socket.as_raw_fd(), SockFlag::SOCK_CLOEXEC);
-        let child = spawn::adopt(child.map_err(io::Error::from)?)?;
+        // A listener of std takes sockets of any kind.
+        let (child, _) = UnixListener::from(self.socket).accept()?;
         let (packet, mut fds) = receive(&child)?;
         if fds.len() != 2 {
             return Err(Refused::Descriptors { got: fds.len(), expected: 2 });
@@ -146,10 +155,8 @@ where
     let to = to.map_err(io::Error::from)?;
     let address = UnixAddr::new(name.as_str()).map_err(io::Error::from)?;
     connect(to.as_raw_fd(), &address).map_err(io::Error::from)?;
-    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-    let (bytes, rights) = ([IoSlice::new(packet)], [ControlMessage::ScmRights(&raw)]);
-    sendmsg::<UnixAddr>(to.as_raw_fd(), &bytes, &rights, MsgFlags::MSG_NOSIGNAL, None)
-        .map_err(io::Error::from)?;
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    send_packet(to.as_fd(), packet, &fds)?;
     let (_, Exchange { down, .. }) = server.accept().map_err(|_| Refused::Exchange)?;
     Ok(down)
 }
@@ -176,28 +183,11 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> Uplink<Up> {
 }
 
 /// Takes the next packet, which must hold one whole message, and its descriptors.
-fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+fn receive(socket: &impl AsFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
     let mut packet = vec![0; HEADER_BYTES + MAX_MESSAGE_BYTES];
-    let mut iov = [IoSliceMut::new(&mut packet)];
-    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
-    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-    let message = loop {
-        match recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut iov, Some(&mut space), flags) {
-            Err(Errno::EINTR) => {}
-            other => break other.map_err(io::Error::from)?,
-        }
-    };
-    let (len, flags) = (message.bytes, message.flags);
-    let mut fds = Vec::new();
-    for control in message.cmsgs().map_err(io::Error::from)? {
-        if let ControlMessageOwned::ScmRights(raw) = control {
-            fds.extend(raw.into_iter().map(spawn::adopt).collect::<io::Result<Vec<_>>>()?);
-        }
-    }
+    let Packet { len, fds, is_whole } =
+        recv_packet::<MAX_DESCRIPTORS>(socket.as_fd(), &mut packet, None)?;
     packet.truncate(len);
-    if len == 0 {
-        return Err(Refused::Closed);
-    }
     let word = |at: usize| {
         let bytes = packet.get(at..at + size_of::<usize>());
         bytes.and_then(|bytes| bytes.try_into().ok()).map(usize::from_le_bytes)
@@ -206,9 +196,7 @@ fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
     if total > MAX_MESSAGE_BYTES {
         return Err(Refused::TooLong(total));
     }
-    let cut = MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC;
-    if len < HEADER_BYTES || fragment != len || total != len - HEADER_BYTES || flags.intersects(cut)
-    {
+    if len < HEADER_BYTES || fragment != len || total != len - HEADER_BYTES || !is_whole {
         return Err(Refused::Malformed { packet: len, announced: fragment.max(total) });
     }
     Ok((packet, fds))
@@ -216,10 +204,9 @@ fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
     use std::thread::{self, JoinHandle};
 
-    use nix::sys::socket::{send, socketpair};
+    use nix::sys::socket::{MsgFlags, send, socketpair};
     use shared::control::{FromWorker, ToWorker};
     use shared::ids::Generation;
 
@@ -248,11 +235,8 @@ mod tests {
     }
 
     fn send_with(to: &OwnedFd, bytes: &[u8], fds: &[&OwnedFd]) {
-        let raw: Vec<RawFd> = fds.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let rights = if raw.is_empty() { &[][..] } else { &rights[..] };
-        let iov = [IoSlice::new(bytes)];
-        sendmsg::<UnixAddr>(to.as_raw_fd(), &iov, rights, MsgFlags::empty(), None).unwrap();
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).collect();
+        send_packet(to.as_fd(), bytes, &fds).unwrap();
     }
 
     /// A supervisor's end of a channel up, and the raw end of the child.

@@ -36,13 +36,13 @@ impl Swarm {
         loop {
             tokio::select! {
                 heard = pings.next() => match heard {
-                    Some((peer, ping)) => self.known().heard(peer, ping, Instant::now()),
+                    Some((peer, ping)) => self.known.lock().heard(peer, ping, Instant::now()),
                     None => return,
                 },
                 () = &mut end => return,
                 () = tokio::time::sleep(LOOK), if began.elapsed() >= ENOUGH_AFTER => {}
             }
-            if began.elapsed() >= ENOUGH_AFTER && self.known().is_covered(blocks.clone()) {
+            if began.elapsed() >= ENOUGH_AFTER && self.known.lock().is_covered(blocks.clone()) {
                 return;
             }
         }

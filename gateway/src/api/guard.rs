@@ -3,7 +3,6 @@
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
@@ -12,6 +11,7 @@ use axum::http::{HeaderMap, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
 use super::Shared;
@@ -95,7 +95,7 @@ impl Guard {
 
     /// Takes one request from the caller's bucket; `Err` is when there will be one again.
     fn count(&self, caller: Caller, per_minute: f64, now: Instant) -> Result<(), u64> {
-        let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut callers = self.callers.lock();
         if callers.len() >= MAX_CALLERS && !callers.contains_key(&caller) {
             callers.retain(|_, bucket| now.duration_since(bucket.at) < MINUTE);
             if callers.len() >= MAX_CALLERS {
@@ -234,6 +234,6 @@ mod tests {
             let ip = IpAddr::from(number.to_be_bytes());
             assert!(guard.admit(&HeaderMap::new(), ip, now).is_ok());
         }
-        assert_eq!(guard.callers.lock().unwrap().len(), MAX_CALLERS);
+        assert_eq!(guard.callers.lock().len(), MAX_CALLERS);
     }
 }

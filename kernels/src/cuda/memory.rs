@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::address::{Address, Floats};
 use super::gpu::{Gpu, GpuError};
@@ -130,7 +132,8 @@ impl<G: Gpu> Pool<G> {
             _ => usize::MAX,
         };
         let kept = self
-            .free()
+            .free
+            .lock()
             .range_mut(class..=most)
             .find_map(|(size, addresses)| Some((*size, addresses.pop()?)));
         match kept {
@@ -141,7 +144,7 @@ impl<G: Gpu> Pool<G> {
 
     /// Counts of allocations.
     pub(super) fn taken(&self) -> Taken {
-        *self.counts()
+        *self.taken.lock()
     }
 
     fn memory(self: &Arc<Pool<G>>, address: Address, bytes: usize) -> Memory<G> {
@@ -154,7 +157,7 @@ impl<G: Gpu> Pool<G> {
         if bytes == 0 {
             return Ok(memory(NOWHERE));
         }
-        let kept = self.free().get_mut(&bytes).and_then(Vec::pop);
+        let kept = self.free.lock().get_mut(&bytes).and_then(Vec::pop);
         match kept {
             Some(address) => Ok(memory(address)),
             None => self.allocate(bytes).map(memory),
@@ -166,14 +169,14 @@ impl<G: Gpu> Pool<G> {
             self.trim()?;
             self.gpu.allocate(bytes)
         })?;
-        let mut taken = self.counts();
+        let mut taken = self.taken.lock();
         taken.allocations += 1;
         taken.bytes += bytes as u64;
         Ok(address)
     }
 
     fn take_back(&self, address: Address, bytes: usize) {
-        self.free().entry(bytes).or_default().push(address);
+        self.free.lock().entry(bytes).or_default().push(address);
         if self.is_exact {
             // A failure here shows again at the next trim.
             let _ = self.trim();
@@ -182,12 +185,12 @@ impl<G: Gpu> Pool<G> {
 
     /// Frees no memory until the end, because recorded launches name it.
     pub(super) fn keep_all(&self) {
-        *self.keeps.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.keeps.lock() = true;
     }
 
     /// Frees all cached memory.
     pub(super) fn trim(&self) -> Result<(), GpuError> {
-        let keeps = *self.keeps.lock().unwrap_or_else(PoisonError::into_inner);
+        let keeps = *self.keeps.lock();
         if keeps {
             return Ok(());
         }
@@ -196,25 +199,17 @@ impl<G: Gpu> Pool<G> {
 
     fn release(&self) -> Result<(), GpuError> {
         self.gpu.wait()?;
-        let kept = std::mem::take(&mut *self.free());
+        let kept = std::mem::take(&mut *self.free.lock());
         for (bytes, addresses) in kept {
             for address in addresses {
                 // SAFETY: nobody owns what is in the pool, it was allocated with so many bytes, and
                 // nothing is enqueued.
                 unsafe { self.gpu.release(address, bytes) };
-                let mut taken = self.counts();
+                let mut taken = self.taken.lock();
                 taken.bytes = taken.bytes.saturating_sub(bytes as u64);
             }
         }
         Ok(())
-    }
-
-    fn free(&self) -> MutexGuard<'_, BTreeMap<usize, Vec<Address>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn counts(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,13 +1,10 @@
 //! Every bound of the node that is neither part of a [`ProtocolSpec`] nor of the [`ResourceManager`],
 //! and what becomes of inbound RPC streams beyond theirs.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 use resource_manager::{
     ResourceManager,
     streams::{StreamBounds, StreamPermit},
@@ -152,7 +149,7 @@ impl InboundLimits {
 
     /// The names that are offered to peers.
     pub(super) fn names(&self) -> Vec<&'static str> {
-        let refusals = self.lock();
+        let refusals = self.refusals.lock();
         let names = self.protocols.iter().map(|spec| spec.name);
         names.filter(|name| !refusals.withdrawn.contains(name)).collect()
     }
@@ -164,12 +161,12 @@ impl InboundLimits {
 
     /// What was refused so far.
     pub(super) fn figures(&self) -> InboundFigures {
-        self.lock().figures
+        self.refusals.lock().figures
     }
 
     /// Counts one more.
     pub(super) fn count(&self, add: impl FnOnce(&mut InboundFigures)) {
-        add(&mut self.lock().figures);
+        add(&mut self.refusals.lock().figures);
     }
 
     /// Counts a failed write if the peer took nothing for too long.
@@ -182,7 +179,7 @@ impl InboundLimits {
 
     /// Offers these no more. Streams that were negotiated go on.
     pub(super) fn withdraw(&self, names: &[&'static str]) {
-        self.lock().withdrawn.extend_from_slice(names);
+        self.refusals.lock().withdrawn.extend_from_slice(names);
     }
 
     /// Counts one more stream of `peer`; `None` if a bound is reached or the protocol is not ours.
@@ -199,10 +196,6 @@ impl InboundLimits {
             self.count(|figures| figures.too_many += 1);
         }
         Some((spec.kind, Permit { limits: Arc::clone(self), _counted: admitted? }))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Refusals> {
-        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -229,17 +222,13 @@ pub(super) struct Calls {
 impl Calls {
     /// Counts one more, until the result is dropped.
     pub(super) fn begin(self: &Arc<Self>, peer: PeerId) -> CallGuard {
-        *self.lock().entry(peer).or_default() += 1;
+        *self.per_peer.lock().entry(peer).or_default() += 1;
         CallGuard { calls: Arc::clone(self), peer }
     }
 
     /// Whether any call to this peer is under way.
     pub(super) fn under_way(&self, peer: &PeerId) -> bool {
-        self.lock().contains_key(peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<PeerId, usize>> {
-        self.per_peer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.per_peer.lock().contains_key(peer)
     }
 }
 
@@ -252,7 +241,7 @@ pub(super) struct CallGuard {
 
 impl Drop for CallGuard {
     fn drop(&mut self) {
-        let mut per_peer = self.calls.lock();
+        let mut per_peer = self.calls.per_peer.lock();
         let left = per_peer.get(&self.peer).copied().unwrap_or(0).saturating_sub(1);
         if left == 0 {
             per_peer.remove(&self.peer);

@@ -40,6 +40,7 @@ use libp2p::{
         upgrade::{InboundConnectionUpgrade, OutboundConnectionUpgrade},
     },
 };
+use parking_lot::Mutex;
 use resource_manager::{
     circuits::{Pace, Relayed},
     memory::{FIRST_WINDOW_BYTES, Purpose},
@@ -51,7 +52,7 @@ use resource_manager::{
 use super::limits::InboundLimits;
 use link::{Link, Received};
 use streams::Streams;
-use substream::Shared;
+use substream::SharedStreams;
 pub(super) use substream::Substream;
 use window::Growth;
 
@@ -148,7 +149,7 @@ where
 #[derive(Debug)]
 pub(super) struct Muxer<C> {
     link: Link<C>,
-    streams: Shared,
+    streams: SharedStreams,
     quota: Option<Quota>,
     /// Streams of the peer that nobody has asked for yet.
     arrived: VecDeque<Substream>,
@@ -161,7 +162,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
         let streams = Streams::new(is_client, Growth::new(quota.clone()), Instant::now());
         Self {
             link: Link::new(socket),
-            streams: Shared::new(streams),
+            streams: Arc::new(Mutex::new(streams)),
             quota,
             arrived: VecDeque::new(),
             taker: None,
@@ -241,7 +242,12 @@ impl<C> Drop for Muxer<C> {
 }
 
 /// Keeps a stream that the peer opened until it is asked for; resets it if there is no room.
-fn admit(id: u32, streams: &Shared, quota: Option<&Quota>, arrived: &mut VecDeque<Substream>) {
+fn admit(
+    id: u32,
+    streams: &SharedStreams,
+    quota: Option<&Quota>,
+    arrived: &mut VecDeque<Substream>,
+) {
     let window = quota.map(Quota::admit);
     let pace = Pace::of(quota.map(Quota::relayed));
     let has_room = arrived.len() < MAX_ARRIVED && !matches!(window, Some(None));

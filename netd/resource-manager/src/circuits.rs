@@ -13,7 +13,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
@@ -21,6 +21,7 @@ use std::{
 };
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 
 use super::upload::{Allowance, Share, UploadLimit};
 
@@ -71,7 +72,7 @@ impl CircuitRates {
     /// All circuits together relay so many bytes per second from now on.
     pub fn set(&self, bytes_per_s: u64) {
         self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
-        let users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        let users = self.users.lock();
         if let Some(limit) = &users.limit {
             limit.set_rate(bytes_per_s);
         }
@@ -85,7 +86,7 @@ impl CircuitRates {
     /// The limit of all circuits, and the share of `peer` in it.
     fn of(&self, peer: PeerId) -> (UploadLimit, Arc<Share>) {
         let bytes_per_s = self.bytes_per_s.load(Ordering::Relaxed);
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut users = self.users.lock();
         let limit =
             users.limit.get_or_insert_with(|| UploadLimit::saving(bytes_per_s, SAVED)).clone();
         users.shares.retain(|_, share| share.strong_count() > 0);
@@ -97,7 +98,7 @@ impl CircuitRates {
 
     #[cfg(test)]
     fn peers(&self) -> usize {
-        self.users.lock().unwrap_or_else(PoisonError::into_inner).shares.len()
+        self.users.lock().shares.len()
     }
 }
 

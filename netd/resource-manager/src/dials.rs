@@ -14,11 +14,12 @@ use std::{
     collections::{HashMap, HashSet},
     fmt,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
 use libp2p::{Multiaddr, PeerId, multiaddr::Protocol};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::{
@@ -136,7 +137,7 @@ impl DialGate {
         });
         let net = Some(Net::of(socket.ip())).filter(Net::is_public).map(Target::Net);
         let targets: Vec<Target> = peer.into_iter().chain(net).collect();
-        let mut silent = self.lock();
+        let mut silent = self.silent.lock();
         if silent.len() >= MAX_TARGETS {
             silent.retain(|_, ports| ports.iter().any(|port| port.last + MEMORY > now));
         }
@@ -163,16 +164,12 @@ impl DialGate {
         }
         Ok(())
     }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<Target, Vec<SilentPort>>> {
-        self.silent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl DialAttempt {
     /// A peer answered.
     pub fn succeeded(self) {
-        let mut silent = self.gate.lock();
+        let mut silent = self.gate.silent.lock();
         for target in &self.targets {
             if let Some(ports) = silent.get_mut(target) {
                 ports.retain(|known| known.port != self.socket.port());

@@ -4,10 +4,10 @@
 use std::{
     collections::HashMap,
     net::{IpAddr, Ipv4Addr},
-    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 
 use super::addresses::Scope;
 
@@ -59,21 +59,17 @@ pub struct Nets {
 impl Nets {
     /// The net of a peer, [`Net::Unknown`] unless it is connected without a relay.
     pub fn of(&self, peer: &PeerId) -> Net {
-        self.lock().get(peer).copied().unwrap_or(Net::Unknown)
+        self.of.lock().get(peer).copied().unwrap_or(Net::Unknown)
     }
 
     /// A peer is connected from `ip`.
     pub fn connected(&self, peer: PeerId, ip: IpAddr) {
-        self.lock().insert(peer, Net::of(ip));
+        self.of.lock().insert(peer, Net::of(ip));
     }
 
     /// The last connection of a peer is closed.
     pub fn gone(&self, peer: &PeerId) {
-        self.lock().remove(peer);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<PeerId, Net>> {
-        self.of.lock().unwrap_or_else(PoisonError::into_inner)
+        self.of.lock().remove(peer);
     }
 }
 

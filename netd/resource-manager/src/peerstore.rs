@@ -8,11 +8,12 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::nets::Net;
@@ -69,14 +70,14 @@ struct SessionPeer {
 impl Peerstore {
     /// A peer of `net` opens a session. Beyond the bounds of the set nothing is remembered of it.
     pub fn session(self: &Arc<Self>, peer: PeerId, net: Net) -> SessionMark {
-        self.lock().open(peer, net, Instant::now());
+        self.book.lock().open(peer, net, Instant::now());
         SessionMark { peerstore: Arc::clone(self), peer }
     }
 
     /// Replaces the servers. Where there are too many, those that were known before stay.
     pub fn set_servers(&self, servers: impl IntoIterator<Item = PeerId>) {
         let servers: HashSet<PeerId> = servers.into_iter().collect();
-        let mut book = self.lock();
+        let mut book = self.book.lock();
         book.servers.retain(|server| servers.contains(server));
         for server in servers {
             if book.servers.len() >= MAX_KNOWN_SERVERS {
@@ -88,7 +89,7 @@ impl Peerstore {
 
     /// What a peer is worth now.
     pub fn standing(&self, peer: &PeerId) -> Standing {
-        let book = self.lock();
+        let book = self.book.lock();
         if book.sessions.contains_key(peer) {
             Standing::Session
         } else if book.servers.contains(peer) {
@@ -100,22 +101,18 @@ impl Peerstore {
 
     /// Whether a peer with a session was last seen in this net.
     pub fn has_session_in(&self, net: Net) -> bool {
-        self.lock().nets.contains_key(&net)
+        self.book.lock().nets.contains_key(&net)
     }
 
     /// Forgets peers whose last session ended [`SESSION_PEER_MEMORY`] ago.
     pub fn sweep(&self, now: Instant) {
-        self.lock().sweep(now);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+        self.book.lock().sweep(now);
     }
 }
 
 impl Drop for SessionMark {
     fn drop(&mut self) {
-        self.peerstore.lock().close(&self.peer, Instant::now());
+        self.peerstore.book.lock().close(&self.peer, Instant::now());
     }
 }
 
@@ -200,7 +197,7 @@ mod tests {
         known.sweep(now + long);
         assert_eq!(known.standing(&peer), Standing::Stranger);
         assert!(!known.has_session_in(net(1)));
-        assert!(known.lock().sessions.is_empty() && known.lock().nets.is_empty());
+        assert!(known.book.lock().sessions.is_empty() && known.book.lock().nets.is_empty());
     }
 
     #[test]
@@ -229,7 +226,7 @@ mod tests {
         assert_eq!(known.standing(&newcomer), Standing::Session);
         let _more = known.session(refused, own);
         assert_eq!(known.standing(&refused), Standing::Stranger, "all others have sessions");
-        assert_eq!(known.lock().sessions.len(), MAX_SESSION_PEERS);
+        assert_eq!(known.book.lock().sessions.len(), MAX_SESSION_PEERS);
         drop(marks);
     }
 
@@ -240,7 +237,7 @@ mod tests {
         let flood: Vec<_> = (0..2 * MAX_KNOWN_SERVERS).map(|_| PeerId::random()).collect();
         known.set_servers(flood.iter().copied().chain([server]));
         assert_eq!(known.standing(&server), Standing::Server);
-        assert_eq!(known.lock().servers.len(), MAX_KNOWN_SERVERS);
+        assert_eq!(known.book.lock().servers.len(), MAX_KNOWN_SERVERS);
         known.set_servers(flood);
         assert_eq!(known.standing(&server), Standing::Stranger, "it announces nothing any more");
     }

@@ -16,11 +16,12 @@ mod book;
 
 use std::{
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
 };
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use super::nets::Net;
@@ -58,7 +59,7 @@ impl Pools {
     /// Asks for bytes. More than a whole pool counts as the whole of it.
     pub fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> Ask {
         let (grant, granted) = oneshot::channel();
-        let mut book = self.lock();
+        let mut book = self.book.lock();
         let claim = book.claim(peer, net, bytes);
         let ticket = book.wait(claim, grant);
         serve(&mut book);
@@ -73,7 +74,7 @@ impl Pools {
         net: Net,
         bytes: usize,
     ) -> Option<Reservation> {
-        let mut book = self.lock();
+        let mut book = self.book.lock();
         let claim = book.claim(peer, net, bytes);
         let is_free = !book.someone_waits() && book.has_room(&claim);
         is_free.then(|| {
@@ -84,18 +85,14 @@ impl Pools {
 
     /// Whether an ask waits.
     pub fn someone_waits(&self) -> bool {
-        self.lock().someone_waits()
+        self.book.lock().someone_waits()
     }
 
     /// Makes room for one request of so many bytes in every pool.
     pub fn make_room_for(&self, bytes: usize) {
-        let mut book = self.lock();
+        let mut book = self.book.lock();
         book.raise(bytes);
         serve(&mut book);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Book<oneshot::Sender<()>>> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -124,7 +121,7 @@ impl Drop for Ask {
         if self.is_over {
             return;
         }
-        let mut book = self.pools.lock();
+        let mut book = self.pools.book.lock();
         if !book.forget(&self.claim, self.ticket) {
             book.give_back(&self.claim);
         }
@@ -136,7 +133,7 @@ impl Reservation {
     /// Counts so many more bytes; false, and nothing changes, if there is no room for them now.
     #[must_use]
     pub fn try_grow(&mut self, bytes: usize) -> bool {
-        let mut book = self.pools.lock();
+        let mut book = self.pools.book.lock();
         let more = Claim { bytes, ..self.claim };
         let fits = book.has_room(&more);
         if fits {
@@ -150,7 +147,7 @@ impl Reservation {
     pub fn shrink(&mut self, bytes: usize) {
         let bytes = bytes.min(self.claim.bytes);
         self.claim.bytes -= bytes;
-        let mut book = self.pools.lock();
+        let mut book = self.pools.book.lock();
         book.give_back(&Claim { bytes, ..self.claim });
         serve(&mut book);
     }
@@ -158,7 +155,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let mut book = self.pools.lock();
+        let mut book = self.pools.book.lock();
         book.give_back(&self.claim);
         serve(&mut book);
     }

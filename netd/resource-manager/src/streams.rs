@@ -1,11 +1,9 @@
 //! Streams that peers open, counted by protocol, and by protocol and peer.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, sync::Arc};
 
 use libp2p::PeerId;
+use parking_lot::Mutex;
 
 /// How many streams of one protocol there may be at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +41,7 @@ impl StreamCounts {
         protocol: &'static str,
         bounds: StreamBounds,
     ) -> Option<StreamPermit> {
-        let mut counts = self.lock();
+        let mut counts = self.counts.lock();
         let total = counts.total.get(protocol).copied().unwrap_or(0);
         let of_peer = counts.per_peer.get(&(peer, protocol)).copied().unwrap_or(0);
         if total >= bounds.total || of_peer >= bounds.per_peer {
@@ -56,17 +54,13 @@ impl StreamCounts {
 
     /// Whether any stream of this peer is counted.
     pub fn has_any_of(&self, peer: &PeerId) -> bool {
-        self.lock().per_peer.keys().any(|(counted, _)| counted == peer)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock().per_peer.keys().any(|(counted, _)| counted == peer)
     }
 }
 
 impl Drop for StreamPermit {
     fn drop(&mut self) {
-        let mut counts = self.counted.lock();
+        let mut counts = self.counted.counts.lock();
         if let Some(total) = counts.total.get_mut(self.protocol) {
             *total = total.saturating_sub(1);
         }
@@ -99,7 +93,7 @@ mod tests {
         assert!(streams.admit(two, "b", bounds).is_some(), "another protocol");
         drop(first);
         assert!(streams.admit(two, "a", bounds).is_some());
-        let left = streams.lock().per_peer.len();
+        let left = streams.counts.lock().per_peer.len();
         assert_eq!(left, 2, "the admissions of the last lines are dropped");
     }
 }

@@ -16,11 +16,12 @@ mod pacer;
 use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use futures::io::{AsyncRead, AsyncWrite};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -80,7 +81,7 @@ impl UploadLimit {
 
 impl Shared {
     fn with<T>(&self, access: impl FnOnce(&mut Waiters) -> T) -> T {
-        access(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        access(&mut self.state.lock())
     }
 }
 

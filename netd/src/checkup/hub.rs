@@ -9,7 +9,6 @@ use serde::Deserialize;
 use shared::causes::root_cause;
 use shared::checkup::{HubFacts, HubQuestion, ModelState, TokenState};
 
-use super::date::unix_seconds;
 use crate::http;
 
 /// The public Hub (`huggingface_hub`, `constants.py`, `_HF_DEFAULT_ENDPOINT`).
@@ -167,8 +166,9 @@ fn ahead(headers: &header::HeaderMap, sent: f64, received: f64) -> Option<f64> {
         return None;
     }
     let date = headers.get(header::DATE).and_then(|date| date.to_str().ok())?;
+    let date = httpdate::parse_http_date(date.trim()).ok()?;
     // A date is cut to whole seconds.
-    unix_seconds(date).map(|date| sent.midpoint(received) - (date as f64 + 0.5))
+    Some(sent.midpoint(received) - (unix_seconds(date) + 0.5))
 }
 
 async fn body(answer: Response) -> Result<Vec<u8>, String> {
@@ -191,7 +191,11 @@ fn why(error: &reqwest::Error) -> String {
 }
 
 fn now() -> f64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    unix_seconds(SystemTime::now())
+}
+
+fn unix_seconds(time: SystemTime) -> f64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0.0, |since| since.as_secs_f64())
 }
 
@@ -286,16 +290,28 @@ mod tests {
 
     #[test]
     fn the_middle_of_a_round_trip_is_compared_with_the_middle_of_a_second() {
-        let headers = |name: header::HeaderName| {
-            let fields = [(header::DATE, DATE), (name, "7")];
+        let dated = |date: &'static str, name: header::HeaderName| {
+            let fields = [(header::DATE, date), (name, "7")];
             let fields =
                 fields.map(|(name, value)| (name, header::HeaderValue::from_static(value)));
             header::HeaderMap::from_iter(fields)
         };
+        let headers = |name| dated(DATE, name);
         let [sent, received] = [DATE_S + 9.0, DATE_S + 10.0];
         assert_eq!(ahead(&headers(header::SERVER), sent, received), Some(9.0));
         assert_eq!(ahead(&headers(header::AGE), sent, received), None);
         assert_eq!(ahead(&header::HeaderMap::new(), sent, received), None);
+        for bad in [
+            "",
+            "Sun, 06 Nov 1994",
+            "Sun, 06 Nov 1994 08:49:37 CET",
+            "Sun, 06 Brumaire 1994 08:49:37 GMT",
+            "Sun, -6 Nov 1994 08:49:37 GMT",
+            "Sun, 06 Nov 99999999999999999999 08:49:37 GMT",
+            "Sun, 06 Nov 1994 25:00:00 GMT",
+        ] {
+            assert_eq!(ahead(&dated(bad, header::SERVER), sent, received), None, "{bad}");
+        }
     }
 
     #[test]

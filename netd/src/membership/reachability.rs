@@ -15,7 +15,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,6 +25,7 @@ use p2p::{
     Introduction, Keypair, Multiaddr, P2p, P2pConfig, PeerId, Protocol, ProtocolKind, ProtocolSpec,
     Traversal,
 };
+use parking_lot::Mutex;
 use prost::Message;
 use swarm::names;
 use swarm::wire::messages::{NodeInfo, PingRequest, PingResponse};
@@ -156,7 +157,7 @@ impl Checker {
     }
 
     fn with<T>(&self, access: impl FnOnce(&mut Shared) -> T) -> T {
-        access(&mut self.shared.lock().unwrap_or_else(PoisonError::into_inner))
+        access(&mut self.shared.lock())
     }
 }
 

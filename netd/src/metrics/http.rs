@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv6Addr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,6 +17,7 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use p2p::task;
+use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -82,7 +83,7 @@ impl Addresses {
     /// Counts a connection; `None` if its address has [`MAX_PER_ADDRESS`] already.
     fn count(self: &Arc<Self>, address: IpAddr) -> Option<Counted> {
         let address = network_of(address);
-        let mut counts = self.lock();
+        let mut counts = self.0.lock();
         let count = counts.entry(address).or_insert(0);
         if *count >= MAX_PER_ADDRESS {
             return None;
@@ -90,16 +91,11 @@ impl Addresses {
         *count += 1;
         Some(Counted { addresses: self.clone(), address })
     }
-
-    /// Nothing panics while the lock is held.
-    fn lock(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        let mut counts = self.addresses.lock();
+        let mut counts = self.addresses.0.lock();
         if let Some(count) = counts.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {
@@ -186,7 +182,7 @@ mod tests {
         assert!(count("2001:db8::ffff").is_none(), "another address of the same network");
         assert!(count("2001:db8:0:1::1").is_some());
         drop(held);
-        assert!(addresses.lock().is_empty());
+        assert!(addresses.0.lock().is_empty());
     }
 
     #[tokio::test]

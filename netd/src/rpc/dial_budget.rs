@@ -3,10 +3,10 @@
 //! Pure but for the lock.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use p2p::{Net, PeerId};
+use parking_lot::Mutex;
 
 /// Next servers that were not reached, of one client within [`MEMORY`]. A server that has just
 /// died is one.
@@ -45,7 +45,7 @@ impl DialBudget {
     /// Counts one more next server of a client until it [`hit`](Self::hit)s; false if the client
     /// may name none now.
     pub fn aim(&self, namer: Namer, now: Instant) -> bool {
-        let mut clients = self.lock();
+        let mut clients = self.misses.lock();
         if clients.len() >= MAX_CLIENTS {
             clients.retain(|_, misses| misses.iter().any(|since| *since + MEMORY > now));
         }
@@ -63,17 +63,13 @@ impl DialBudget {
 
     /// A next server of the client was reached.
     pub fn hit(&self, namer: Namer) {
-        let mut clients = self.lock();
+        let mut clients = self.misses.lock();
         if let Some(misses) = clients.get_mut(&namer) {
             misses.pop();
             if misses.is_empty() {
                 clients.remove(&namer);
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<Namer, Vec<Instant>>> {
-        self.misses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

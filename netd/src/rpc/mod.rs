@@ -26,10 +26,11 @@ pub mod reply;
 pub(crate) mod request;
 pub mod resumption;
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use p2p::{P2p, ProtocolKind, ProtocolSpec};
+use parking_lot::Mutex;
 use shared::block::{BlockIndex, Span};
 use shared::config::NetdConfig;
 use shared::limits::Limits;
@@ -229,24 +230,20 @@ impl Service {
 
     /// Nothing more goes to the service before this one.
     pub fn forget_before(&self) {
-        *self.lock_before() = Weak::new();
+        *self.before.lock() = Weak::new();
     }
 
     /// The service before this one, if it serves `chain` and this one does not.
     fn before(&self, chain: &str) -> Option<Arc<Service>> {
-        let before = self.lock_before().upgrade()?;
+        let before = self.before.lock().upgrade()?;
         let its_own = self.blocks(chain).is_err() && before.blocks(chain).is_ok();
         its_own.then_some(before)
-    }
-
-    fn lock_before(&self) -> std::sync::MutexGuard<'_, Weak<Service>> {
-        self.before.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Serves `span` from now on, a part of the blocks of its pool: the workers of the others are
     /// gone. Sessions on those fail with their next step.
     pub fn serve(&self, span: Span) {
-        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = span;
+        *self.span.lock() = span;
     }
 
     /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included
@@ -275,7 +272,7 @@ impl Service {
     /// # Errors
     /// With what is missing, in a sentence.
     pub fn ready(&self) -> Result<(), &'static str> {
-        let span = *self.span.lock().unwrap_or_else(PoisonError::into_inner);
+        let span = *self.span.lock();
         match (*self.draining.borrow(), self.workers.cover(span)) {
             (true, _) => Err("the server is draining"),
             (false, false) => Err("blocks wait for their worker"),
@@ -325,7 +322,7 @@ impl Service {
         let index = uid.strip_prefix(self.prefix.as_str())?.strip_prefix('.')?;
         let digits = !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit());
         let block = BlockIndex(index.parse().ok().filter(|_| digits)?);
-        let span = *self.span.lock().unwrap_or_else(PoisonError::into_inner);
+        let span = *self.span.lock();
         span.contains(block).then_some(block)
     }
 }

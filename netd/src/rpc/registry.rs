@@ -1,8 +1,9 @@
 //! Open sessions: how many there are, and where to bring what servers before us push to them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use shared::block::BlockIndex;
 use tokio::sync::mpsc;
 
@@ -56,7 +57,7 @@ impl Registry {
     /// open session has the id.
     pub fn register(&self, id: Option<&str>, blocks: &[BlockIndex]) -> Option<Registered> {
         let (steps, pushed) = mpsc::channel(PUSHED_AHEAD);
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.lock();
         if let Some(id) = id {
             if sessions.by_id.contains_key(id) {
                 return None;
@@ -71,7 +72,7 @@ impl Registry {
     /// Brings a pushed step over `blocks` to its session. One that does not arrive is dropped: the
     /// client sends its own copy.
     pub fn push(&self, id: &str, blocks: &[BlockIndex], step: StepMessage) -> Pushed {
-        let sessions = self.lock();
+        let sessions = self.sessions.lock();
         let Some(session) = sessions.by_id.get(id) else {
             return Pushed::Unknown;
         };
@@ -86,22 +87,18 @@ impl Registry {
 
     /// An RPC is being served; it ends with the value.
     pub fn enter(&self) -> Active {
-        self.lock().active += 1;
+        self.sessions.lock().active += 1;
         Active(self.clone())
     }
 
     /// RPCs that are being served.
     pub fn active(&self) -> usize {
-        self.lock().active
+        self.sessions.lock().active
     }
 
     /// Sessions that are open.
     pub fn open(&self) -> usize {
-        self.lock().open
-    }
-
-    fn lock(&self) -> MutexGuard<'_, OpenSessions> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sessions.lock().open
     }
 }
 
@@ -111,7 +108,7 @@ pub struct Active(Registry);
 
 impl Drop for Active {
     fn drop(&mut self) {
-        self.0.lock().active -= 1;
+        self.0.sessions.lock().active -= 1;
     }
 }
 
@@ -127,7 +124,7 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let mut sessions = self.registry.lock();
+        let mut sessions = self.registry.sessions.lock();
         sessions.open -= 1;
         if let Some(id) = &self.id {
             sessions.by_id.remove(id);
@@ -163,7 +160,7 @@ mod tests {
         drop((nameless, first));
         assert_eq!(registry.push("a", &BLOCKS, step("z")), Pushed::Unknown);
         assert_eq!(registry.open(), 0);
-        assert!(registry.lock().by_id.is_empty());
+        assert!(registry.sessions.lock().by_id.is_empty());
     }
 
     #[tokio::test]

@@ -12,10 +12,11 @@
 //! knows more than the record. Pages that it names are complete, because a step writes at or after
 //! its start and into copies, and a step that goes back is recorded before it is computed.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use p2p::PeerId;
+use parking_lot::{Mutex, MutexGuard};
 use rand::TryRngCore;
 use rand::rngs::OsRng;
 use sha2::{Digest, Sha256};
@@ -342,7 +343,7 @@ impl Resumption {
     }
 
     fn lock(&self) -> MutexGuard<'_, Lot> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 }
 

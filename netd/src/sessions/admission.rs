@@ -8,10 +8,11 @@
 mod holders;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use p2p::PeerId;
+use parking_lot::Mutex;
 use shared::ids::PageId;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -63,7 +64,7 @@ impl Lease {
 
     /// Its session waits for its client until the guard is dropped.
     pub fn silence(&self) -> Silence<'_> {
-        let end = self.memory.lock().holders.falls_silent(self.number, Instant::now());
+        let end = self.memory.state.lock().holders.falls_silent(self.number, Instant::now());
         Silence { lease: self, end }
     }
 }
@@ -84,7 +85,7 @@ impl Silence<'_> {
 
 impl Drop for Silence<'_> {
     fn drop(&mut self) {
-        self.lease.memory.lock().holders.speaks(self.lease.number);
+        self.lease.memory.state.lock().holders.speaks(self.lease.number);
     }
 }
 
@@ -92,7 +93,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(grant) = self.grant.take() {
             let (peer, now) = (self.peer, Instant::now());
-            self.memory.lock().holders.leave(self.number);
+            self.memory.state.lock().holders.leave(self.number);
             self.memory.clone().change(|queue| queue.give_back(peer, grant, now));
         }
     }
@@ -190,20 +191,20 @@ impl KvMemory {
         request: KvRequest,
         timeout: Duration,
     ) -> Result<Lease, NoMemory> {
-        if self.inner.lock().queue.is_closed() {
+        if self.inner.state.lock().queue.is_closed() {
             return Err(NoMemory::Pressure);
         }
         let bytes = request.token_blocks().saturating_mul(self.inner.token_bytes);
         let now = Instant::now();
         if timeout.is_zero() {
-            let taken = self.inner.lock().queue.take_now(peer, &request, now);
+            let taken = self.inner.state.lock().queue.take_now(peer, &request, now);
             return match taken {
                 Ok(grant) => Ok(self.lease(peer, grant)),
                 Err(refusal) => Err(self.no_memory(bytes, refusal)),
             };
         }
         let (ticket, mut receiver) = {
-            let mut state = self.inner.lock();
+            let mut state = self.inner.state.lock();
             match state.queue.take_or_wait(peer, request, now) {
                 Ok(Admission::Granted(grant)) => {
                     return Ok(self.inner.lease(&mut state, peer, grant));
@@ -222,7 +223,7 @@ impl KvMemory {
         // A lease may have come between the end of the wait and leaving the queue.
         match (outcome, receiver.try_recv()) {
             (Ok(Some(lease)), _) | (_, Ok(lease)) => Ok(lease),
-            _ if self.inner.lock().queue.is_closed() => Err(NoMemory::Pressure),
+            _ if self.inner.state.lock().queue.is_closed() => Err(NoMemory::Pressure),
             _ => Err(NoMemory::TimedOut { bytes, seconds: timeout.as_secs_f64() }),
         }
     }
@@ -241,7 +242,7 @@ impl KvMemory {
     /// Where there is no memory for `request` of `peer` now: tells silent sessions to end that hold
     /// more than their fair share ([`super::giving_way`]). Whether memory is about to come free.
     pub fn make_room(&self, peer: PeerId, request: &KvRequest) -> bool {
-        let mut state = self.inner.lock();
+        let mut state = self.inner.state.lock();
         let (pool, net_of) = (state.queue.pool(), state.queue.net_of().clone());
         let (missing, budget) = (pool.missing(request), pool.budget());
         let claim = Claim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
@@ -259,13 +260,13 @@ impl KvMemory {
         request: &KvRequest,
         pages: &[PageId],
     ) -> Result<Lease, Refusal> {
-        let grant = self.inner.lock().queue.retake(peer, request, pages)?;
+        let grant = self.inner.state.lock().queue.retake(peer, request, pages)?;
         Ok(self.lease(peer, grant))
     }
 
     /// Figures now.
     pub fn figures(&self) -> KvFigures {
-        let state = self.inner.lock();
+        let state = self.inner.state.lock();
         KvFigures {
             tokens_available: state.queue.pool().free(),
             tokens_left: state.queue.pool().cache_tokens_left(),
@@ -276,11 +277,11 @@ impl KvMemory {
 
     /// Waits until now.
     pub fn waits(&self) -> KvWaits {
-        self.inner.lock().waits
+        self.inner.state.lock().waits
     }
 
     fn lease(&self, peer: PeerId, grant: Grant) -> Lease {
-        self.inner.lease(&mut self.inner.lock(), peer, grant)
+        self.inner.lease(&mut self.inner.state.lock(), peer, grant)
     }
 
     fn no_memory(&self, bytes: u64, refusal: Refusal) -> NoMemory {
@@ -310,7 +311,7 @@ impl Drop for QueueEntry<'_> {
     fn drop(&mut self) {
         let now = Instant::now();
         {
-            let mut state = self.memory.lock();
+            let mut state = self.memory.state.lock();
             state.waiting.remove(&self.ticket);
             state.waits.count += 1;
             state.waits.time += now.saturating_duration_since(self.since);
@@ -320,11 +321,6 @@ impl Drop for QueueEntry<'_> {
 }
 
 impl Inner {
-    /// Nothing panics while the lock is held, and the state is consistent between any two calls.
-    fn lock(&self) -> MutexGuard<'_, AdmissionState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn lease(self: &Arc<Self>, state: &mut AdmissionState, peer: PeerId, grant: Grant) -> Lease {
         let number = state.holders.enter(peer, grant.token_blocks());
         Lease { peer, number, grant: Some(grant), memory: self.clone() }
@@ -335,7 +331,7 @@ impl Inner {
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut WaitQueue) -> Granted) {
         let mut granted = Vec::new();
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             for (ticket, peer, grant) in change(&mut state.queue) {
                 let lease = self.lease(&mut state, peer, grant);
                 granted.push((state.waiting.remove(&ticket), lease));

@@ -2,9 +2,10 @@
 //! whose is next. Decode steps need no permit: they are small, and the workers batch them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use p2p::PeerId;
+use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use super::fair::{FairQueue, Ticket};
@@ -41,7 +42,7 @@ impl FairPermits {
     /// Waits for a permit. A future that is dropped leaves the queue.
     pub async fn acquire(&self, peer: PeerId, points: f64, cost: u64) -> Permit {
         let (ticket, mut receiver) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let ticket = state.queue.push(peer, points, cost);
             let (sender, receiver) = oneshot::channel();
             state.waiting.insert(ticket, sender);
@@ -57,13 +58,13 @@ impl FairPermits {
 
     /// Requests that wait for a permit.
     pub fn waiting(&self) -> usize {
-        self.lock().queue.waiting()
+        self.state.lock().queue.waiting()
     }
 
     fn grant(&self) {
         loop {
             let sender = {
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 if state.free == 0 {
                     return;
                 }
@@ -80,15 +81,11 @@ impl FairPermits {
             let _ = sender.send(Permit(self.clone()));
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, PermitState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.lock().free += 1;
+        self.0.state.lock().free += 1;
         self.0.grant();
     }
 }
@@ -101,7 +98,7 @@ struct QueueEntry<'a> {
 
 impl Drop for QueueEntry<'_> {
     fn drop(&mut self) {
-        let mut state = self.permits.lock();
+        let mut state = self.permits.state.lock();
         if state.waiting.remove(&self.ticket).is_some() {
             state.queue.leave(self.ticket);
         }
@@ -125,7 +122,7 @@ mod tests {
             let of = permits.clone();
             tasks.push(tokio::spawn(async move {
                 let _permit = permits.acquire(peer, 0.0, 10).await;
-                order.lock().unwrap().push(name);
+                order.lock().push(name);
             }));
             while of.waiting() == waiting {
                 tokio::task::yield_now().await;
@@ -135,9 +132,9 @@ mod tests {
         for task in tasks {
             task.await.unwrap();
         }
-        let order = order.lock().unwrap().clone();
+        let order = order.lock().clone();
         assert!(order.iter().position(|n| *n == "b0").unwrap() <= 1, "{order:?}");
-        assert_eq!(permits.lock().free, 1);
+        assert_eq!(permits.state.lock().free, 1);
     }
 
     #[tokio::test]

@@ -1,9 +1,10 @@
 //! The rows of open sessions on the board. A session takes a free row when it opens; when all are
 //! taken it runs without one, and is counted all the same.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use shared::block::BlockIndex;
 use shared::shm::board::{BoardWriter, SessionShape};
 use shared::shm::layout::SESSION_ROWS;
@@ -58,7 +59,7 @@ impl Rows {
     }
 
     fn take(&self) -> Option<usize> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         let row = taken.iter().position(|taken| !taken)?;
         taken[row] = true;
         Some(row)
@@ -79,7 +80,7 @@ impl Drop for ShownSession {
     fn drop(&mut self) {
         let (Some(row), Some(board)) = (self.row, &self.rows.board) else { return };
         board.close_session(row);
-        let mut taken = self.rows.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.rows.taken.lock();
         if let Some(taken) = taken.get_mut(row) {
             *taken = false;
         }

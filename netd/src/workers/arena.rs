@@ -7,8 +7,9 @@
 //! nor a queue is shared, so bulk never delays short steps.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use shared::job::SlotRef;
 use shared::shm::arena::ArenaMap;
 use tokio::sync::oneshot;
@@ -133,7 +134,7 @@ impl ArenaMemory {
     /// [`TooLarge`] when the arena could not hold them even if it were empty.
     pub async fn reserve(&self, sizes: &[u64], class: SlotClass) -> Result<SlotLease, TooLarge> {
         let receiver = {
-            let mut arena = self.inner.lock();
+            let mut arena = self.inner.slots.lock();
             let region = region(arena.allocator.plan(), sizes, class);
             if arena.queue(region).is_empty()
                 && let Some(slots) = allocate(&mut arena.allocator, sizes, region)?
@@ -151,7 +152,7 @@ impl ArenaMemory {
 
     /// Whether slots of these sizes would fit into bulk together, were the arena empty.
     pub fn could_hold(&self, sizes: &[u64]) -> bool {
-        let plan = *self.inner.lock().allocator.plan();
+        let plan = *self.inner.slots.lock().allocator.plan();
         fits_when_empty(&plan, sizes, Region::Bulk).is_ok()
     }
 
@@ -162,12 +163,12 @@ impl ArenaMemory {
 
     /// Slots that are in use.
     pub fn slots_in_use(&self) -> usize {
-        self.inner.lock().allocator.slots_in_use()
+        self.inner.slots.lock().allocator.slots_in_use()
     }
 
     /// Requests that wait for slots.
     pub fn waiting(&self) -> usize {
-        let arena = self.inner.lock();
+        let arena = self.inner.slots.lock();
         arena.small.len() + arena.short.len() + arena.bulk.len()
     }
 }
@@ -183,14 +184,10 @@ impl Slots {
 }
 
 impl Inner {
-    fn lock(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn free(self: &Arc<Self>, slots: Vec<Slot>) {
         let mut granted = Vec::new();
         {
-            let mut arena = self.lock();
+            let mut arena = self.slots.lock();
             for slot in slots {
                 let freed = arena.allocator.free(slot);
                 debug_assert!(freed.is_ok(), "a lease frees each of its slots once");

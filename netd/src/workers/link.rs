@@ -14,9 +14,10 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use p2p::task;
+use parking_lot::Mutex;
 use shared::block::Span;
 use shared::clock::monotonic_ns;
 use shared::control::{DeathCause, WorkerUp};
@@ -187,22 +188,22 @@ impl Link {
 
     /// Whether a generation is up.
     pub fn is_up(&self) -> bool {
-        self.lock().rings.is_some()
+        self.state.lock().rings.is_some()
     }
 
     /// Whether no generation will come.
     pub fn is_gone(&self) -> bool {
-        self.lock().gone
+        self.state.lock().gone
     }
 
     /// How often the KV pages of all sessions were lost.
     pub fn kv_losses(&self) -> u64 {
-        self.lock().kv_losses
+        self.state.lock().kv_losses
     }
 
     /// Which pages the worker has ([`WorkerUp::kv_version`]).
     pub fn kv_version(&self) -> u64 {
-        self.lock().kv_version
+        self.state.lock().kv_version
     }
 
     /// Has the worker compute the job at `body`, over its deaths if need be. Waits while 256 jobs
@@ -219,7 +220,7 @@ impl Link {
         };
         let (reply, answer) = oneshot::channel();
         let (id, bell) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.gone {
                 return Err(JobFailure::WorkerGone);
             }
@@ -256,7 +257,7 @@ impl Link {
         let bell = watched(completion_bell)
             .map_err(|source| LinkError::Bell { worker: self.worker, source })?;
         let bell = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             // The task finds the end only after this lock is released.
             let task = task::spawn(self.clone().completions(identity.worker_generation, bell));
             let end = RingEnds {
@@ -282,7 +283,7 @@ impl Link {
 
     /// Generation `generation` is dead and reaped.
     pub fn down(&self, generation: Generation, cause: DeathCause, restarting: bool) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.close(generation);
         for job in state.recovery.down(cause) {
             warn!(worker = %self.worker, %job, "job refused after two crashes");
@@ -297,7 +298,7 @@ impl Link {
 
     /// Generation `generation` was killed and does not die: what its jobs name is never used again.
     pub fn unkillable(&self, generation: Generation) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.close(generation);
         let flying = state.jobs.iter().filter(|(id, _)| state.recovery.flies(**id));
         let held: Vec<_> = flying.map(|(_, record)| record.holds.clone()).collect();
@@ -312,7 +313,9 @@ impl Link {
             match self.take_completions(generation) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(nonsense) => return self.give_up(&mut self.lock(), generation, &nonsense),
+                Err(nonsense) => {
+                    return self.give_up(&mut self.state.lock(), generation, &nonsense);
+                }
             }
             let rung = async {
                 let mut ready = bell.readable().await?;
@@ -323,14 +326,14 @@ impl Link {
                 io::Result::Ok(())
             };
             if let Err(error) = rung.await {
-                return self.give_up(&mut self.lock(), generation, &error);
+                return self.give_up(&mut self.state.lock(), generation, &error);
             }
         }
     }
 
     /// Answers every completed job and arms the bell; false once the generation is over.
     fn take_completions(&self, generation: Generation) -> Result<bool, Nonsense> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             state.drain()?;
             let bell = self.submit(&mut state);
@@ -374,10 +377,6 @@ impl Link {
         if let Err(lost) = self.broken.try_send(broken) {
             error!(worker = %self.worker, %lost, "cannot report broken rings");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LinkState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -519,7 +518,7 @@ struct Caller<'a> {
 impl Drop for Caller<'_> {
     fn drop(&mut self) {
         let record = {
-            let mut state = self.link.lock();
+            let mut state = self.link.state.lock();
             if state.recovery.flies(self.job) {
                 return;
             }

@@ -11,8 +11,9 @@ pub mod recovery;
 pub mod tally;
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use parking_lot::RwLock;
 use shared::block::{BlockIndex, Span};
 use shared::control::{DeathCause, WorkerUp};
 use shared::ids::{Generation, WorkerId};
@@ -71,7 +72,7 @@ impl Workers {
 
     /// Whether none of them will come again.
     pub fn all_gone(&self) -> bool {
-        self.links().iter().all(|link| link.is_gone())
+        self.links.read().iter().all(|link| link.is_gone())
     }
 
     /// The arena that all workers share.
@@ -118,14 +119,15 @@ impl Workers {
 
     /// Whether every block of `span` has a worker that is up.
     pub fn cover(&self, span: Span) -> bool {
-        let links = self.links();
+        let links = self.links.read();
         span.blocks().all(|b| links.iter().any(|link| link.span().contains(b) && link.is_up()))
     }
 
     /// How often workers of these blocks have lost the KV pages of all sessions; a worker that took
     /// the place of another has none of its pages. A session whose number has changed has none.
     pub fn kv_losses(&self, blocks: &[BlockIndex]) -> u64 {
-        self.links()
+        self.links
+            .read()
             .iter()
             .filter(|link| blocks.iter().any(|block| link.span().contains(*block)))
             .map(|link| link.kv_losses() + 1)
@@ -135,7 +137,7 @@ impl Workers {
     /// Which pages the workers of these blocks have: the same number as under an earlier netd means
     /// the same pages.
     pub fn kv_version(&self, blocks: &[BlockIndex]) -> u64 {
-        let links = self.links();
+        let links = self.links.read();
         let of_blocks = blocks.iter().map(|block| {
             let mut own = links.iter().rev().filter(|link| link.span().contains(*block));
             own.find(|link| !link.is_gone()).map_or(0, |link| link.kv_version())
@@ -195,7 +197,7 @@ impl Workers {
 
     /// The worker of block `blocks[from]`, and up to where the blocks after it are its own as well.
     fn hop(&self, blocks: &[BlockIndex], from: usize) -> Option<(Arc<Link>, usize)> {
-        let links = self.links();
+        let links = self.links.read();
         let first = blocks.get(from)?;
         let mut of_block = links.iter().filter(|link| link.span().contains(*first));
         // A worker that is gone may have been replaced.
@@ -205,19 +207,15 @@ impl Workers {
     }
 
     fn link(&self, worker: WorkerId) -> Option<Arc<Link>> {
-        self.links().iter().rev().find(|link| link.worker() == worker).cloned()
+        self.links.read().iter().rev().find(|link| link.worker() == worker).cloned()
     }
 
     fn add(&self, worker: WorkerId, span: Span) -> Arc<Link> {
-        let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
+        let mut links = self.links.write();
         let present = links.iter().filter(|link| !link.is_gone()).count();
         debug_assert!(present < MAX_WORKERS, "the supervisor has fewer seats");
         let link = Arc::new(Link::new(worker, span, links.len() as u16, self.broken.clone()));
         links.push(link.clone());
         link
-    }
-
-    fn links(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<Link>>> {
-        self.links.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,9 +1,9 @@
 //! What workers computed, by kind of job, for the lines of `--stats_report_interval`. Source of the
 //! figures and of their form: `StatsReporter` in `hivemind/moe/server/runtime.py`.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use shared::job::WorkKind;
 
 /// Jobs of one kind.
@@ -34,7 +34,7 @@ impl Tally {
             WorkKind::Forward => 1,
             WorkKind::Backward => 2,
         };
-        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shares = self.shares.lock();
         if let Some(share) = shares.get_mut(index) {
             share.batches += 1;
             share.examples += u64::from(examples);
@@ -44,8 +44,7 @@ impl Tally {
 
     /// The lines of a report over the time since the last.
     pub fn report(&self, interval: Duration) -> Vec<String> {
-        let shares =
-            std::mem::take(&mut *self.shares.lock().unwrap_or_else(PoisonError::into_inner));
+        let shares = std::mem::take(&mut *self.shares.lock());
         let total: u64 = shares.iter().map(|share| share.batches).sum();
         let seconds = interval.as_secs_f64();
         let first = format!("Processed {total} batches in last {seconds} seconds:");

@@ -12,12 +12,13 @@
 //! ```
 //! If there is no other executable after all, [`ToChild::GoOn`] ends the wait on the same channel.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ipc_channel::IpcError;
 use ipc_channel::TryRecvError;
 use ipc_channel::ipc::{self, IpcReceiver, IpcSender};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
@@ -93,13 +94,9 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
         ControlSender(Arc::new(Mutex::new(Outgoing { channel, held: None })))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outgoing<Up>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sends a message, or keeps it until the supervisor listens again.
     pub fn send(&self, message: Up) -> Result<(), Closed> {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         match &mut out.held {
             None => out.channel.send(FromChild::Message(message)).map_err(|_| Closed),
             Some(held) if held.len() < MAX_HELD => {
@@ -112,7 +109,7 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
 
     /// Nothing follows on the present channel.
     fn hold(&self) {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         if out.held.is_none() {
             out.held = Some(Vec::new());
         }
@@ -121,12 +118,12 @@ impl<Up: Serialize + for<'de> Deserialize<'de>> ControlSender<Up> {
     }
 
     fn is_holding(&self) -> bool {
-        self.lock().held.is_some()
+        self.0.lock().held.is_some()
     }
 
     /// Sends what was held, and all that follows, on `channel` or the present one.
     fn go_on(&self, channel: Option<IpcSender<FromChild<Up>>>) {
-        let mut out = self.lock();
+        let mut out = self.0.lock();
         if let Some(channel) = channel {
             out.channel = channel;
         }
@@ -147,13 +144,6 @@ pub struct ControlReceiver<Down, Up> {
     descriptors: DescriptorSocket,
 }
 
-/// What was received, seen from the role.
-enum Received<Down> {
-    Message(Down),
-    /// Something that the role need not know.
-    Handled,
-}
-
 impl<Down, Up> ControlReceiver<Down, Up>
 where
     Down: Serialize + for<'de> Deserialize<'de>,
@@ -165,15 +155,9 @@ where
     /// [`IpcError::Disconnected`]: the supervisor is gone.
     pub fn recv(&self) -> Result<Down, IpcError> {
         loop {
-            let received = self.lock().recv();
-            match received {
-                Ok(received) => {
-                    if let Received::Message(message) = self.take(received) {
-                        return Ok(message);
-                    }
-                }
-                Err(IpcError::Disconnected) => self.attach()?,
-                Err(error) => return Err(error),
+            let received = self.channel.lock().recv();
+            if let Some(message) = self.take(received)? {
+                return Ok(message);
             }
         }
     }
@@ -195,34 +179,30 @@ where
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let received = match left.is_zero() {
-                true => self.lock().try_recv(),
-                false => self.lock().try_recv_timeout(left),
+                true => self.channel.lock().try_recv(),
+                false => self.channel.lock().try_recv_timeout(left),
             };
-            match received {
-                Ok(received) => {
-                    if let Received::Message(message) = self.take(received) {
-                        return Ok(message);
-                    }
-                }
-                Err(TryRecvError::IpcError(IpcError::Disconnected)) => {
-                    self.attach().map_err(TryRecvError::IpcError)?;
-                }
-                Err(error) => return Err(error),
+            let received = match received {
+                Err(TryRecvError::Empty) => return Err(TryRecvError::Empty),
+                Err(TryRecvError::IpcError(error)) => Err(error),
+                Ok(received) => Ok(received),
+            };
+            if let Some(message) = self.take(received).map_err(TryRecvError::IpcError)? {
+                return Ok(message);
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, IpcReceiver<ToChild<Down>>> {
-        self.channel.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self, received: ToChild<Down>) -> Received<Down> {
+    /// What the role is to see of it; `None` for what it need not know.
+    fn take(&self, received: Result<ToChild<Down>, IpcError>) -> Result<Option<Down>, IpcError> {
         match received {
-            ToChild::Message(message) => return Received::Message(message),
-            ToChild::Hold => self.sender.hold(),
-            ToChild::GoOn => self.sender.go_on(None),
+            Ok(ToChild::Message(message)) => return Ok(Some(message)),
+            Ok(ToChild::Hold) => self.sender.hold(),
+            Ok(ToChild::GoOn) => self.sender.go_on(None),
+            Err(IpcError::Disconnected) => self.attach()?,
+            Err(error) => return Err(error),
         }
-        Received::Handled
+        Ok(None)
     }
 
     /// The channel closed: connects to the next one, if the supervisor has said that one comes.
@@ -241,7 +221,7 @@ where
             warn!(%error, "cannot connect to the next executable of the supervisor");
             IpcError::Disconnected
         })?;
-        *self.lock() = receiver;
+        *self.channel.lock() = receiver;
         self.sender.go_on(Some(sender));
         Ok(())
     }

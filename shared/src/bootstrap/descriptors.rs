@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-    recv, recvmsg, send, sendmsg, socketpair,
+    recvmsg, send, sendmsg, socketpair,
 };
 
 use serde::{Deserialize, Serialize};
@@ -135,13 +135,13 @@ impl DescriptorSocket {
     }
 
     fn recv_text<T: for<'de> Deserialize<'de>>(&self, timeout: Duration) -> io::Result<T> {
-        wait_readable(self.0.as_fd(), timeout).map_err(io::Error::other)?;
-        let mut bytes = vec![0; MAX_TEXT_BYTES + 1];
-        let len = recv(self.0.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT)?;
-        if len > MAX_TEXT_BYTES {
+        let mut bytes = vec![0; MAX_TEXT_BYTES];
+        let packet = recv_packet::<1>(self.0.as_fd(), &mut bytes, Some(timeout));
+        let packet = packet.map_err(io::Error::other)?;
+        if !packet.is_whole {
             return Err(io::Error::other("the message is too long"));
         }
-        bytes.truncate(len);
+        bytes.truncate(packet.len);
         Ok(serde_json::from_slice(&bytes)?)
     }
 
@@ -170,12 +170,15 @@ impl DescriptorSocket {
         count: usize,
         timeout: Duration,
     ) -> Result<Vec<OwnedFd>, DescriptorError> {
-        wait_readable(self.0.as_fd(), timeout)?;
-        let (got_tag, fds) = self.recv_bundle()?;
-        if got_tag == Some(tag.0) && fds.len() == count {
-            Ok(fds)
-        } else {
-            Err(DescriptorError::Mismatch { tag: tag.0, count, got_tag, got_count: fds.len() })
+        let mut bytes = [0; 8];
+        let packet = recv_packet::<MAX_BUNDLE>(self.0.as_fd(), &mut bytes, Some(timeout))?;
+        let is_tag = packet.is_whole && packet.len == bytes.len();
+        let (got_tag, fds) = (is_tag.then(|| u64::from_le_bytes(bytes)), packet.fds);
+        match got_tag == Some(tag.0) && fds.len() == count {
+            true => Ok(fds),
+            false => {
+                Err(DescriptorError::Mismatch { tag: tag.0, count, got_tag, got_count: fds.len() })
+            }
         }
     }
 
@@ -203,27 +206,25 @@ impl DescriptorSocket {
         }
         Ok(fds)
     }
-
-    fn recv_bundle(&self) -> Result<(Option<u64>, Vec<OwnedFd>), DescriptorError> {
-        let mut bytes = [0; 8];
-        let packet = recv_packet(self.0.as_fd(), &mut bytes)?;
-        let is_tag = packet.is_whole && packet.len == bytes.len();
-        Ok((is_tag.then(|| u64::from_le_bytes(bytes)), packet.fds))
-    }
 }
 
 /// A packet that was taken from a socket.
-pub(super) struct Packet {
+#[derive(Debug)]
+pub struct Packet {
     /// Bytes that were filled.
-    pub(super) len: usize,
+    pub len: usize,
     /// Its descriptors, close-on-exec; some may be lost where the packet is not whole.
-    pub(super) fds: Vec<OwnedFd>,
+    pub fds: Vec<OwnedFd>,
     /// Whether nothing of it was cut off.
-    pub(super) is_whole: bool,
+    pub is_whole: bool,
 }
 
 /// Sends a packet without waiting; the caller keeps its own copies of the descriptors.
-pub(super) fn send_packet(
+///
+/// # Errors
+/// [`DescriptorError::TimedOut`] when the socket is full, [`DescriptorError::Closed`] when nobody
+/// can read the packet.
+pub fn send_packet(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
     fds: &[BorrowedFd<'_>],
@@ -237,13 +238,19 @@ pub(super) fn send_packet(
     Ok(())
 }
 
-/// Takes the next packet without waiting; `bytes` are filled with as many of its bytes as fit.
-pub(super) fn recv_packet(
+/// Waits for the next packet, without end if there is no `timeout`. What exceeds `bytes`, or the room of
+/// `FDS` descriptors, is cut off.
+///
+/// # Errors
+/// [`DescriptorError::TimedOut`] when nothing came, [`DescriptorError::Closed`] when nothing can.
+pub fn recv_packet<const FDS: usize>(
     socket: BorrowedFd<'_>,
     bytes: &mut [u8],
+    timeout: Option<Duration>,
 ) -> Result<Packet, DescriptorError> {
+    wait_readable(socket, timeout)?;
     let mut iov = [IoSliceMut::new(bytes)];
-    let mut space = nix::cmsg_space!([RawFd; MAX_BUNDLE]);
+    let mut space = nix::cmsg_space!([RawFd; FDS]);
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
     let message = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut iov, Some(&mut space), flags)
         .map_err(sort_error)?;
@@ -264,17 +271,15 @@ pub(super) fn recv_packet(
 }
 
 /// Waits until there is a packet, or the other end is closed.
-pub(super) fn wait_readable(
-    socket: BorrowedFd<'_>,
-    timeout: Duration,
-) -> Result<(), DescriptorError> {
-    let deadline = Instant::now() + timeout;
+fn wait_readable(socket: BorrowedFd<'_>, timeout: Option<Duration>) -> Result<(), DescriptorError> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    let left = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let millis =
-            PollTimeout::try_from(left.as_millis().saturating_add(1)).unwrap_or(PollTimeout::MAX);
+        let millis = left().map_or(PollTimeout::NONE, |left| {
+            PollTimeout::try_from(left.as_millis().saturating_add(1)).unwrap_or(PollTimeout::MAX)
+        });
         match poll(&mut [PollFd::new(socket, PollFlags::POLLIN)], millis) {
-            Ok(0) | Err(nix::errno::Errno::EINTR) if Instant::now() < deadline => {}
+            Ok(0) | Err(nix::errno::Errno::EINTR) if left() != Some(Duration::ZERO) => {}
             Ok(0) => return Err(DescriptorError::TimedOut),
             Ok(_) => return Ok(()),
             Err(e) => return Err(DescriptorError::Os(e.into())),

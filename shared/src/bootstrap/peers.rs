@@ -9,9 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use super::descriptors::{
-    DescriptorError, DescriptorSocket, recv_packet, send_packet, wait_readable,
-};
+use super::descriptors::{DescriptorError, DescriptorSocket, recv_packet, send_packet};
 
 /// Most bytes of a message between ranks.
 pub const MAX_PEER_BYTES: usize = 256;
@@ -80,12 +78,11 @@ impl PeerSocket {
     /// # Errors
     /// [`PeerError`], also for a message that no rank sends.
     pub fn recv(&self, timeout: Duration) -> Result<Option<PeerMessage>, PeerError> {
-        match wait_readable(self.0.as_fd(), timeout) {
-            Err(DescriptorError::TimedOut) => return Ok(None),
-            waited => waited.map_err(sort)?,
-        }
         let mut bytes = vec![0; MAX_PEER_BYTES];
-        let mut packet = recv_packet(self.0.as_fd(), &mut bytes).map_err(sort)?;
+        let mut packet = match recv_packet::<2>(self.0.as_fd(), &mut bytes, Some(timeout)) {
+            Err(DescriptorError::TimedOut) => return Ok(None),
+            taken => taken.map_err(sort)?,
+        };
         let descriptors = packet.fds.len();
         if !packet.is_whole || packet.len == 0 || descriptors > 1 {
             return Err(PeerError::Malformed { bytes: packet.len, descriptors });

@@ -1,6 +1,7 @@
 //! Devices that workers own.
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::dtype::QuantType;
 
@@ -56,8 +57,7 @@ pub struct UuidPrefix(String);
 impl UuidPrefix {
     /// Whether a device with these bytes is meant.
     pub fn is_of(&self, uuid: &[u8; 16]) -> bool {
-        let digits: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-        digits.starts_with(&self.0)
+        Uuid::from_bytes(*uuid).simple().to_string().starts_with(&self.0)
     }
 }
 
@@ -92,9 +92,7 @@ impl std::fmt::Display for UuidPrefix {
 
 /// A UUID as the driver's tools write it.
 pub fn shown_uuid(uuid: &[u8; 16]) -> String {
-    let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let part = |range: std::ops::Range<usize>| digits[range].concat();
-    format!("GPU-{}-{}-{}-{}-{}", part(0..4), part(4..6), part(6..8), part(8..10), part(10..16))
+    format!("GPU-{}", Uuid::from_bytes(*uuid))
 }
 
 #[cfg(test)]

@@ -4,61 +4,39 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use strum::{Display, EnumString, VariantNames};
 
 use super::{SpanChoice, Throughput};
 
 /// How answers to peers are compressed unless a request asks otherwise (`--compression`), by the
-/// names of hivemind.
+/// names of hivemind in upper or lower case.
+#[derive(Display, EnumString, VariantNames)]
+#[strum(ascii_case_insensitive, parse_err_ty = String, parse_err_fn = expected_compressions)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Compression {
     /// Not at all.
     #[default]
+    #[strum(serialize = "NONE")]
     None,
     /// f16 values with a mean and a deviation per row.
+    #[strum(serialize = "MEANSTD_16BIT")]
     MeanStd16Bit,
     /// f16 values.
+    #[strum(serialize = "FLOAT16")]
     Float16,
     /// Eight bits, buckets at quantiles.
+    #[strum(serialize = "QUANTILE_8BIT")]
     Quantile8Bit,
     /// Eight bits, buckets of one width.
+    #[strum(serialize = "UNIFORM_8BIT")]
     Uniform8Bit,
     /// Eight bits, a scale per 4096 elements.
+    #[strum(serialize = "BLOCKWISE_8BIT")]
     Blockwise8Bit,
 }
 
-impl Compression {
-    /// All of them, in the order of hivemind's enum.
-    pub const ALL: [Compression; 6] = [
-        Compression::None,
-        Compression::MeanStd16Bit,
-        Compression::Float16,
-        Compression::Quantile8Bit,
-        Compression::Uniform8Bit,
-        Compression::Blockwise8Bit,
-    ];
-
-    /// The name in hivemind and in flags.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Compression::None => "NONE",
-            Compression::MeanStd16Bit => "MEANSTD_16BIT",
-            Compression::Float16 => "FLOAT16",
-            Compression::Quantile8Bit => "QUANTILE_8BIT",
-            Compression::Uniform8Bit => "UNIFORM_8BIT",
-            Compression::Blockwise8Bit => "BLOCKWISE_8BIT",
-        }
-    }
-}
-
-impl std::str::FromStr for Compression {
-    type Err = String;
-
-    /// Upper or lower case.
-    fn from_str(name: &str) -> Result<Compression, String> {
-        let all = Compression::ALL;
-        let found = all.into_iter().find(|kind| kind.name().eq_ignore_ascii_case(name));
-        found.ok_or_else(|| format!("use one of {}", all.map(Compression::name).join(", ")))
-    }
+fn expected_compressions(_: &str) -> String {
+    format!("use one of {}", Compression::VARIANTS.join(", "))
 }
 
 /// Settings of the network daemon. Names and defaults follow `petals.cli.run_server`.

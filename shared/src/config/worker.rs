@@ -26,7 +26,8 @@ pub struct WorkerConfig {
 
 /// When KV pages of a device are mirrored in host memory, from where the next worker takes them
 /// (`--kv_mirror`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, strum::EnumString)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = expected_kv_mirrors)]
 pub enum KvMirror {
     /// Always; a start without the memory for it fails.
     On,
@@ -37,17 +38,8 @@ pub enum KvMirror {
     Auto,
 }
 
-impl std::str::FromStr for KvMirror {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<KvMirror, String> {
-        match name {
-            "on" => Ok(KvMirror::On),
-            "off" => Ok(KvMirror::Off),
-            "auto" => Ok(KvMirror::Auto),
-            _ => Err("expected on, off or auto".to_owned()),
-        }
-    }
+fn expected_kv_mirrors(_: &str) -> String {
+    "expected on, off or auto".to_owned()
 }
 
 /// A fault that a worker inflicts on itself at a point of a job, to test recovery. Armed in the

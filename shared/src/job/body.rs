@@ -168,7 +168,7 @@ fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
     let head = r.word()?;
     let bad = JobError::BadBody { at: 0 };
     let kind = WorkKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;
-    let dtype = u8::try_from(head >> 8).ok().and_then(DType::from_code).ok_or(bad)?;
+    let dtype = u8::try_from(head >> 8).ok().and_then(DType::from_repr).ok_or(bad)?;
     let adapter = Some(r.word()?).filter(|&a| a != NONE);
     let (batch, tokens, hidden) = (r.word()?, r.word()?, r.word()?);
     let (blocks, rows, copies) = (r.word()?, r.word()?, r.word()?);

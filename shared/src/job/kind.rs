@@ -6,7 +6,8 @@
 pub const DECODE_TOKENS: u32 = 32;
 
 /// What a job computes, in order of precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 #[repr(u8)]
 pub enum WorkKind {
     /// A step of cached inference, which reads and writes KV pages, of at most [`DECODE_TOKENS`].
@@ -40,12 +41,7 @@ impl WorkKind {
 
     /// Its name in reports.
     pub fn name(self) -> &'static str {
-        match self {
-            WorkKind::Decode => "decode",
-            WorkKind::Prefill => "prefill",
-            WorkKind::Forward => "forward",
-            WorkKind::Backward => "backward",
-        }
+        self.into()
     }
 
     /// In rings; none is 0.

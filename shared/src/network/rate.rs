@@ -8,33 +8,26 @@ use super::link::Link;
 pub const ASSUMED_BITS_PER_S: f64 = 1e8;
 
 /// How a rate is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display)]
 pub enum RateSource {
     /// The operator says so.
+    #[strum(to_string = "given by --network_mbps")]
     Operator,
     /// Bytes went to and from servers of the swarm.
+    #[strum(to_string = "measured with servers of the swarm")]
     Peers,
     /// Bytes went to and from the service that the operator named (`--network_test_url`).
+    #[strum(to_string = "measured with --network_test_url")]
     Url,
     /// The speed of the link, which is less than what was measured or assumed.
+    #[strum(to_string = "the speed of the link")]
     Link,
     /// What the operator allows (`--max_upload_mbps`), which is less than the rest.
+    #[strum(to_string = "given by --max_upload_mbps")]
     Upload,
     /// Nothing was measured.
+    #[strum(to_string = "assumed, nothing was measured yet")]
     Assumed,
-}
-
-impl std::fmt::Display for RateSource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            RateSource::Operator => "given by --network_mbps",
-            RateSource::Peers => "measured with servers of the swarm",
-            RateSource::Url => "measured with --network_test_url",
-            RateSource::Link => "the speed of the link",
-            RateSource::Upload => "given by --max_upload_mbps",
-            RateSource::Assumed => "assumed, nothing was measured yet",
-        })
-    }
 }
 
 /// What the network carries each way.

@@ -66,7 +66,8 @@ impl fmt::Display for ChildId {
 ///  Starting | Ready | Draining -> Unkillable  (SIGKILL without effect)
 ///  Starting | Ready | Draining -> Reaped      (until the other ranks of the group are reaped too)
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Lifecycle {
     /// Not to be started yet.
     Waiting,
@@ -105,17 +106,7 @@ pub enum Lifecycle {
 impl Lifecycle {
     /// One word for the log.
     pub fn name(&self) -> &'static str {
-        match self {
-            Lifecycle::Waiting => "waiting",
-            Lifecycle::Starting { .. } => "starting",
-            Lifecycle::Ready { .. } => "ready",
-            Lifecycle::Draining { .. } => "draining",
-            Lifecycle::Reaped => "reaped",
-            Lifecycle::Backoff { .. } => "backoff",
-            Lifecycle::Held { .. } => "held",
-            Lifecycle::Unkillable => "unkillable",
-            Lifecycle::Gone => "gone",
-        }
+        self.into()
     }
 }
 

@@ -17,8 +17,8 @@ mod mutation;
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
@@ -97,7 +97,7 @@ impl Target {
         let summary = Mutex::new(Summary::default());
         let run = |input: &[u8]| {
             let (outcome, held) = self.run(input, &decode)?;
-            let mut summary = summary.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut summary = summary.lock();
             summary.runs += 1;
             summary.most_bytes = summary.most_bytes.max(held);
             summary.outcomes.insert(outcome.chars().filter(|c| !c.is_ascii_digit()).collect());
@@ -118,7 +118,7 @@ impl Target {
         TestRunner::new_with_rng(config, random)
             .run(&inputs, |Printed(input)| run(&input).map_err(TestCaseError::fail))
             .map_err(|error| error.to_string())?;
-        Ok(summary.into_inner().unwrap_or_else(PoisonError::into_inner))
+        Ok(summary.into_inner())
     }
 
     /// Runs the decoder on one input: its outcome, and the bytes that it held.

@@ -16,10 +16,10 @@ use std::io::{PipeReader, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use parking_lot::Mutex;
 use shared::exit::ExitReason;
 
 /// Most files that are told apart; a model has hundreds. Of more, some would not be named.
@@ -50,7 +50,7 @@ pub(super) struct Known(Option<usize>);
 impl Known {
     /// Notes that `len` bytes at `start` are those of `path`.
     pub(super) fn new(start: usize, len: usize, path: &Path) -> Known {
-        let mut paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paths = PATHS.lock();
         let free = RANGES.iter().position(|p| p.end.load(Ordering::Relaxed) == 0);
         let Some(index) = free else {
             return Known(None);
@@ -68,7 +68,7 @@ impl Known {
 
 impl Drop for Known {
     fn drop(&mut self) {
-        let _paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
+        let _paths = PATHS.lock();
         if let Some(index) = self.0 {
             RANGES[index].end.store(0, Ordering::Release);
         }
@@ -110,7 +110,7 @@ fn watch(reader: &mut PipeReader, tell: impl Fn(String)) {
         return;
     }
     let index = u32::from_le_bytes(index) as usize;
-    let paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
+    let paths = PATHS.lock();
     let path = paths.get(index).cloned().unwrap_or_default();
     drop(paths);
     tell(format!(

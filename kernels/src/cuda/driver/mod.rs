@@ -18,10 +18,11 @@ mod waiting;
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use calls as cu;
+use parking_lot::Mutex;
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
 
@@ -275,10 +276,6 @@ impl Driver {
         };
         check(kernel, status)
     }
-
-    fn ring(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// What has a launch start before those before it end. In a recording it becomes a programmatic edge.
@@ -335,7 +332,7 @@ impl Gpu for Driver {
             check("cuMemcpyHtoDAsync", status)?;
             return self.wait();
         }
-        let mut ring = self.ring();
+        let mut ring = self.ring.lock();
         let room = ring.room(from.len(), self.stream, &self.waiting)?;
         // SAFETY: `room` begins so many bytes of the ring that no copy reads any more.
         unsafe { room.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
@@ -362,7 +359,7 @@ impl Gpu for Driver {
             check("cuMemcpyDtoHAsync", status)?;
             return self.wait();
         }
-        let mut ring = self.ring();
+        let mut ring = self.ring.lock();
         let room = ring.room(to.len(), self.stream, &self.waiting)?;
         // SAFETY: the caller's for the device; `room` begins so many bytes that nobody else uses
         // before the wait is over.
@@ -396,14 +393,14 @@ impl Gpu for Driver {
         // SAFETY: the caller's.
         let registered = unsafe { Registered::new(start, bytes) }?;
         let device = registered.device();
-        let mut kept = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.registered.lock();
         kept.push(registered);
         Ok(device)
     }
 
     unsafe fn unregister(&self, at: Address) {
         if self.bind().is_ok() {
-            let mut kept = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut kept = self.registered.lock();
             kept.retain(|registered| registered.device() != at);
         }
     }

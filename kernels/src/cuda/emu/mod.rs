@@ -6,10 +6,11 @@ use std::alloc::Layout;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
 
@@ -126,13 +127,9 @@ enum Command {
 pub struct Graph(Vec<Command>);
 
 impl Emu {
-    fn recorded(&self) -> MutexGuard<'_, Option<Vec<Command>>> {
-        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether `command` was recorded instead.
     fn is_recorded(&self, command: Command) -> bool {
-        let mut recorded = self.recorded();
+        let mut recorded = self.recorded.lock();
         recorded.as_mut().map(|all| all.push(command)).is_some()
     }
 
@@ -251,7 +248,7 @@ impl Emu {
         let start = mapped.memory.pointer(0, bytes);
         let start = start.map_err(|_| GpuError::NotShared("it is shorter"))?;
         let at = Address(start.expose_provenance() as u64);
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).insert(at.0, mapped);
+        self.shared.lock().insert(at.0, mapped);
         Ok(at)
     }
 
@@ -462,7 +459,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError> {
-        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = self.registered.lock();
         let [once, in_all] = self.most_registered;
         let before: usize = registered.values().sum();
         if bytes > once || before.saturating_add(bytes) > in_all {
@@ -474,7 +471,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn unregister(&self, at: Address) {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner).remove(&at.0);
+        self.registered.lock().remove(&at.0);
     }
 
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
@@ -502,12 +499,12 @@ impl Gpu for Emu {
     }
 
     fn begin_recording(&self) -> Result<(), GpuError> {
-        *self.recorded() = Some(Vec::new());
+        *self.recorded.lock() = Some(Vec::new());
         Ok(())
     }
 
     fn end_recording(&self) -> Result<Graph, GpuError> {
-        Ok(Graph(self.recorded().take().unwrap_or_default()))
+        Ok(Graph(self.recorded.lock().take().unwrap_or_default()))
     }
 
     unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
@@ -596,7 +593,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn unmap_shared(&self, at: Address, bytes: usize) {
-        let mut all = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.shared.lock();
         if let Some(mapped) = all.remove(&at.0)
             && mapped.is_own
         {

@@ -3,41 +3,36 @@
 use std::{
     io,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
 use futures::io::{AsyncRead, AsyncWrite};
+use parking_lot::Mutex;
 use resource_manager::{circuits::Pace, pools::Reservation};
 
 use super::streams::Streams;
 
 /// The streams of a connection, shared by its task and those of the streams.
-#[derive(Clone, Debug)]
-pub(super) struct Shared(Arc<Mutex<Streams>>);
-
-impl Shared {
-    pub(super) fn new(streams: Streams) -> Self {
-        Self(Arc::new(Mutex::new(streams)))
-    }
-
-    pub(super) fn lock(&self) -> MutexGuard<'_, Streams> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+pub(super) type SharedStreams = Arc<Mutex<Streams>>;
 
 /// One stream of a connection. Dropping it resets the stream, unless both directions have ended.
 #[derive(Debug)]
 pub(crate) struct Substream {
     id: u32,
-    streams: Shared,
+    streams: SharedStreams,
     /// The first window of a stream that the peer opened.
     _window: Option<Reservation>,
     pace: Pace,
 }
 
 impl Substream {
-    pub(super) fn new(id: u32, streams: Shared, window: Option<Reservation>, pace: Pace) -> Self {
+    pub(super) fn new(
+        id: u32,
+        streams: SharedStreams,
+        window: Option<Reservation>,
+        pace: Pace,
+    ) -> Self {
         Self { id, streams, _window: window, pace }
     }
 }

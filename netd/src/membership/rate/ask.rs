@@ -1,6 +1,6 @@
 //! Measures with peers: who is asked, and the two transfers.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,6 +8,7 @@ use futures::FutureExt;
 use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
 use p2p::{CallError, P2p, PeerId, RpcStream, Scope};
+use parking_lot::Mutex;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
 
@@ -103,7 +104,7 @@ async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Opt
         }
     });
     join_all(transfers).await;
-    let rate = meter.lock().bits_per_s(meter.start.elapsed());
+    let rate = meter.meter.lock().bits_per_s(meter.start.elapsed());
     debug!(way = %char::from(way), peers, ?rate, "measured one direction");
     rate
 }
@@ -115,12 +116,8 @@ struct Shared {
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Meter> {
-        self.meter.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn add(&self, bytes: u64) {
-        self.lock().add(self.start.elapsed(), bytes);
+        self.meter.lock().add(self.start.elapsed(), bytes);
     }
 }
 

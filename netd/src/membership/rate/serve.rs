@@ -2,11 +2,12 @@
 //! since bytes cost both sides.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use p2p::{InboundReader, InboundStream, InboundWriter, P2p, PeerId};
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{debug, info};
@@ -111,7 +112,7 @@ impl Counterpart {
     }
 
     fn with<T>(&self, access: impl FnOnce(&mut Lent) -> T) -> T {
-        access(&mut self.lent.lock().unwrap_or_else(PoisonError::into_inner))
+        access(&mut self.lent.lock())
     }
 }
 

@@ -44,9 +44,7 @@ impl SmallSegment {
         // Memory is taken now, so that its lack is an error here and no death at the first touch.
         fallocate(&sealed, FallocateFlags::empty(), 0, size)
             .map_err(|errno| system("reserve", name, len, errno.into()))?;
-        let shmem = nameless_mapping(name, len)?;
-        lay_under(&shmem, &sealed)?;
-        Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name: name.to_owned() })
+        SmallSegment::made(sealed)
     }
 
     /// Maps a segment that this process made before it became another executable. As at its creation,
@@ -55,10 +53,14 @@ impl SmallSegment {
     /// # Errors
     /// As [`MemfdSegment::from_fd`], and [`SegmentError::System`] when the system refuses.
     pub fn adopt(name: &str, fd: OwnedFd, len: usize) -> Result<SmallSegment, SegmentError> {
-        let sealed = MemfdSegment::from_fd(name, fd, len)?;
-        let shmem = nameless_mapping(name, len)?;
+        SmallSegment::made(MemfdSegment::from_fd(name, fd, len)?)
+    }
+
+    fn made(sealed: MemfdSegment) -> Result<SmallSegment, SegmentError> {
+        let (name, len) = (sealed.name.clone(), sealed.len);
+        let shmem = nameless_mapping(&name, len)?;
         lay_under(&shmem, &sealed)?;
-        Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name: name.to_owned() })
+        Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name })
     }
 
     /// Maps the segment behind a descriptor that came from its maker; the descriptor is closed.

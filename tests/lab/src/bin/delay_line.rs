@@ -20,10 +20,10 @@ use std::net::Ipv4Addr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use serde_json::Value;
 use shared::bootstrap::DescriptorSocket;
 use shared::control::FdTag;
@@ -215,7 +215,7 @@ fn read(ports: &[Port], index: usize, delays: &[Duration]) -> Result<(), Failure
             number,
             bytes: bytes.to_vec(),
         };
-        ports[to].arriving.lock().unwrap_or_else(PoisonError::into_inner).push(Reverse(packet));
+        ports[to].arriving.lock().push(Reverse(packet));
         ports[to].arrived.notify_one();
     }
 }
@@ -242,21 +242,20 @@ fn write(port: &Port) -> Result<(), Failure> {
 
 /// Waits for the first packet to arrive.
 fn next(port: &Port) -> Packet {
-    let mut arriving = port.arriving.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut arriving = port.arriving.lock();
     loop {
         let wait = arriving
             .peek()
             .map(|Reverse(packet)| packet.arrival.saturating_duration_since(Instant::now()));
-        arriving = match wait {
-            Some(wait) if wait <= LEAST_SLEEP => match arriving.pop() {
-                Some(Reverse(packet)) => return packet,
-                None => arriving,
-            },
-            Some(wait) => {
-                port.arrived.wait_timeout(arriving, wait).unwrap_or_else(PoisonError::into_inner).0
+        match wait {
+            Some(wait) if wait <= LEAST_SLEEP => {
+                if let Some(Reverse(packet)) = arriving.pop() {
+                    return packet;
+                }
             }
-            None => port.arrived.wait(arriving).unwrap_or_else(PoisonError::into_inner),
-        };
+            Some(wait) => drop(port.arrived.wait_for(&mut arriving, wait)),
+            None => port.arrived.wait(&mut arriving),
+        }
     }
 }
 

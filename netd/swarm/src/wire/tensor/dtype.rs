@@ -1,46 +1,34 @@
 //! Element types by the names of the wire.
 
 use shared::dtype::DType;
+use strum::{EnumString, IntoStaticStr};
 
 /// Element types that tensors of the wire name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumString, IntoStaticStr)]
 pub enum WireDtype {
-    /// `float32`.
+    #[strum(serialize = "float32")]
     F32,
-    /// `float16`.
+    #[strum(serialize = "float16")]
     F16,
-    /// `bfloat16`.
+    #[strum(serialize = "bfloat16")]
     Bf16,
-    /// `float64`.
+    #[strum(serialize = "float64")]
     F64,
-    /// `int64`.
+    #[strum(serialize = "int64")]
     I64,
-    /// `int32`.
+    #[strum(serialize = "int32")]
     I32,
-    /// `int16`.
+    #[strum(serialize = "int16")]
     I16,
-    /// `int8`.
+    #[strum(serialize = "int8")]
     I8,
-    /// `uint8`.
+    #[strum(serialize = "uint8")]
     U8,
-    /// `bool`.
+    #[strum(serialize = "bool")]
     Bool,
 }
 
 impl WireDtype {
-    const ALL: [(Self, &'static str); 10] = [
-        (Self::F32, "float32"),
-        (Self::F16, "float16"),
-        (Self::Bf16, "bfloat16"),
-        (Self::F64, "float64"),
-        (Self::I64, "int64"),
-        (Self::I32, "int32"),
-        (Self::I16, "int16"),
-        (Self::I8, "int8"),
-        (Self::U8, "uint8"),
-        (Self::Bool, "bool"),
-    ];
-
     /// Itself if blocks compute in it, else float32.
     #[must_use]
     pub const fn block_dtype(self) -> DType {
@@ -54,13 +42,13 @@ impl WireDtype {
     /// The dtype that a message calls `name`.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.iter().find(|(_, n)| *n == name).map(|(dtype, _)| *dtype)
+        name.parse().ok()
     }
 
     /// Its name in messages.
     #[must_use]
     pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| name)
+        self.into()
     }
 
     /// Bytes of one raw element.

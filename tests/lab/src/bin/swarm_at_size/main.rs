@@ -25,11 +25,9 @@ mod outcome;
 mod population;
 mod run;
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
-
 use fleet::Rule;
 use outcome::Outcome;
+use parking_lot::Mutex;
 use run::{Settings, simulate};
 
 /// The sizes of the table, and how many runs go at once.
@@ -96,15 +94,15 @@ fn run_all(runs: &[Settings], threads: usize) -> Vec<Outcome> {
         for _ in 0..threads.max(1) {
             scope.spawn(|| {
                 loop {
-                    let next = left.lock().unwrap_or_else(PoisonError::into_inner).next();
+                    let next = left.lock().next();
                     let Some(settings) = next else { return };
                     let outcome = simulate(settings);
-                    found.lock().unwrap_or_else(PoisonError::into_inner).push(outcome);
+                    found.lock().push(outcome);
                 }
             });
         }
     });
-    let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut found = found.into_inner();
     let order = |rule: Rule| Rule::ALL.iter().position(|known| *known == rule);
     found.sort_by_key(|outcome: &Outcome| (outcome.seed, order(outcome.rule)));
     found
