@@ -6,7 +6,7 @@ use hivemind::dht::driver::Dht;
 use hivemind::task;
 use hivemind::wire::records::ServerState;
 use shared::control::WorkerUp;
-use shared::shm::board::Announcement;
+use shared::figures::Announcement;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::Instant;

@@ -8,7 +8,7 @@ use hivemind::wire::metadata::MetadataError;
 use hivemind::wire::packing::PackingError;
 use hivemind::wire::stream_parts::PartError;
 use hivemind::wire::tensor::TensorError;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 
 use crate::sessions::admission::NoMemory;
 use crate::sessions::giving_way::MAX_SILENCE;

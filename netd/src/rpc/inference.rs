@@ -28,7 +28,7 @@ use hivemind::p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
 use hivemind::wire::messages::ExpertResponse;
 use hivemind::wire::metadata::ArgsStructure;
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::{PushedStep, Trouble};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::debug;
@@ -44,7 +44,7 @@ use super::resumption::Slot;
 use super::{Failure, Service};
 use crate::sessions::admission::Lease;
 use crate::sessions::session::Session;
-use crate::telemetry::{PushedStep, ShownSession};
+use crate::telemetry::ShownSession;
 use crate::workers::job::Caller;
 use crate::workers::link::JobTimes;
 

@@ -36,10 +36,9 @@ use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::uid;
 use shared::block::{BlockIndex, Span};
 use shared::config::NetdConfig;
+use shared::figures::Trouble;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
-use shared::shm::board::Trouble;
-use shared::shm::layout::TROUBLES;
 use tokio::sync::watch;
 
 use crate::sessions::admission::KvMemory;
@@ -251,7 +250,7 @@ impl Service {
 
     /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included
     /// that never reached a handler.
-    pub fn all_troubles(&self) -> [u64; TROUBLES] {
+    pub fn all_troubles(&self) -> [u64; Trouble::ALL.len()] {
         let mut counts = self.troubles.counts();
         let refused = self.onward.p2p().inbound_figures();
         for (trouble, count) in [

@@ -28,7 +28,7 @@ use hivemind::wire::metadata::{NextServer, RequestMetadata};
 use hivemind::wire::packing;
 use hivemind::wire::uid;
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::debug;
 

@@ -17,7 +17,7 @@ use hivemind::wire::keys;
 use hivemind::wire::messages::ExpertRequest;
 use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::packing;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use tokio::sync::watch;
 use tracing::debug;
 

@@ -11,8 +11,8 @@ use hivemind::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use hivemind::wire::metadata::RequestMetadata;
 use hivemind::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use prost::Message;
+use shared::figures::Trouble;
 use shared::job::WorkKind;
-use shared::shm::board::Trouble;
 use tokio::time::timeout;
 
 use super::request::{Request, decode};

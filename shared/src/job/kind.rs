@@ -1,12 +1,15 @@
 //! The kinds of work: what a job says in a ring, what workers schedule by, and what counters tell
 //! apart.
 
+use serde::{Deserialize, Serialize};
+
 /// A step of at most this many tokens over all its rows is a decode step: it is cheaper to run than
 /// to cut.
 pub const DECODE_TOKENS: u32 = 32;
 
 /// What a job computes, in order of precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum WorkKind {
     /// A step of cached inference, which reads and writes KV pages, of at most [`DECODE_TOKENS`].

@@ -3,8 +3,8 @@
 use bytes::Bytes;
 use hivemind::wire::messages::{Compression, ExpertResponse, Tensor};
 use hivemind::wire::step_times::StepTimes;
+use shared::figures::{PushedStep, Trouble};
 use shared::job::WorkKind;
-use shared::shm::board::Trouble;
 use tracing::debug;
 
 use super::copies::is_same;
@@ -13,7 +13,6 @@ use crate::rpc::compute::Arguments;
 use crate::rpc::request::StepMessage;
 use crate::rpc::{Failure, Service};
 use crate::sessions::session::Session;
-use crate::telemetry::PushedStep;
 use crate::workers::link::{JobFailure, JobTimes};
 
 /// Answers one step; `None` if it came before, or was pushed here and cannot be computed. Its

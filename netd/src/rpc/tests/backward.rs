@@ -13,8 +13,8 @@ use hivemind::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use prost::Message;
 use shared::block::Span;
 use shared::control::DeathCause::Outside;
+use shared::figures::Trouble;
 use shared::job::WorkKind;
-use shared::shm::board::Trouble;
 
 use super::rig::*;
 use crate::clock::skip;

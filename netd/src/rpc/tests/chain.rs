@@ -6,7 +6,7 @@ use hivemind::wire::keys;
 use hivemind::wire::messages::*;
 use hivemind::wire::msgpack::Value;
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 
 use super::errors::with_key;
 use super::rig::*;

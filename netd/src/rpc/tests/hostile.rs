@@ -12,7 +12,7 @@ use hivemind::wire::metadata::encode_batch_metadata;
 use hivemind::wire::msgpack::Value;
 use hivemind::wire::tensor::{WireDtype, dummy_tensor};
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 
 use super::rig::*;
 use crate::clock::skip;
@@ -229,7 +229,7 @@ async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
     calm.close().await;
     skip(limit).await;
     until(|| rig.service.open_sessions() == 0).await;
-    until(|| rig.service.kv.figures().tokens_available == 65536).await;
+    until(|| rig.service.kv.figures().tokens_free == 65536).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
     assert_eq!(rig.service.troubles.of(Trouble::TimedOut), 1);
 }
