@@ -11,7 +11,8 @@ use kernels::cuda::driver::Driver;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
-use shared::shm::board::{BoardWriter, DeviceFigures};
+use shared::figures::server::DeviceFigures;
+use shared::shm::board::BoardWriter;
 use tracing::debug;
 use uuid::Uuid;
 
@@ -41,10 +42,12 @@ fn keep_showing(ordinal: u32, board: &BoardWriter) -> Result<(), String> {
     let device = names.iter().find_map(|name| nvml.device_by_uuid(name.as_str()).ok());
     let device = device.ok_or_else(|| format!("it does not know {}", names[0]))?;
     loop {
+        let memory = device.memory_info().ok();
         board.set_device(&DeviceFigures {
-            memory: device.memory_info().ok().map(|memory| (memory.used, memory.total)),
+            memory_used: memory.as_ref().map(|memory| memory.used),
+            memory_total: memory.as_ref().map(|memory| memory.total),
             celsius: device.temperature(TemperatureSensor::Gpu).ok(),
-            milliwatts: device.power_usage().ok().map(u64::from),
+            watts: device.power_usage().ok().map(|milliwatts| f64::from(milliwatts) / 1e3),
         });
         std::thread::sleep(PERIOD);
     }

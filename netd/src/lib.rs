@@ -13,7 +13,7 @@
 //! - [`membership`]: who serves what, and what this server says of itself
 //! - [`rpc`]: the transformer RPCs; [`sessions`]: KV budget, pages, page tables
 //! - [`workers`]: jobs in flight, and what becomes of them when a worker dies
-//! - [`telemetry`]: what is counted of the work; `metrics` shows it to Prometheus
+//! - [`telemetry`]: what is counted of the work; `figures` gathers it for people, `metrics` for Prometheus
 //! - [`bounds`]: what peers can make it hold or do, as data
 //! - [`run`]: the daemon's life; [`dht_node`]: `sepal dht`; [`checkup`]: the network checks of `sepal doctor`
 #![forbid(unsafe_code)]
@@ -25,6 +25,7 @@ mod clock;
 mod control;
 pub mod dht_node;
 pub mod fatal;
+mod figures;
 mod http;
 pub mod join;
 pub mod membership;

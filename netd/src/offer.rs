@@ -8,9 +8,9 @@ use p2p::task;
 use shared::block::Span;
 use shared::config::{SpanChoice, Throughput};
 use shared::control::{NetdInit, Rating, WorkerUp};
+use shared::figures::{AnnouncedFigures, Announcement};
 use shared::limits::Limits;
 use shared::network::NetworkRate;
-use shared::shm::board::{self, Announcement};
 use shared::survey::Capacity;
 use shared::throughput::{self, Rates, Reach, network_rps};
 use swarm::dht::driver::unix_now;
@@ -172,15 +172,19 @@ impl Offer {
     }
 
     /// What the records of a server with these workers say.
-    pub fn announced(&self, ups: &[WorkerUp], state: Announcement) -> board::Announced {
+    pub fn announced(&self, ups: &[WorkerUp], state: Announcement) -> AnnouncedFigures {
         let record = self.record(ups);
-        board::Announced {
+        // JSON has no other numbers.
+        let rate = |rps: Option<f64>| rps.filter(|rps| rps.is_finite()).unwrap_or(0.0);
+        AnnouncedFigures {
             state,
-            span: Some(self.span),
-            throughput: record.throughput,
-            inference_rps: record.inference_rps.unwrap_or(0.0),
-            forward_rps: record.forward_rps.unwrap_or(0.0),
-            network_rps: record.network_rps.unwrap_or(0.0),
+            span: Some(self.span.to_string()),
+            blocks: self.span.block_count() as u64,
+            first_block: self.span.start().0,
+            throughput: rate(Some(record.throughput)),
+            inference_rps: rate(record.inference_rps),
+            forward_rps: rate(record.forward_rps),
+            network_rps: rate(record.network_rps),
         }
     }
 

@@ -14,7 +14,6 @@
 //!   control channel closed ─> exit "parent gone"
 //! ```
 
-mod figures;
 mod messages;
 mod moving;
 mod readiness;
@@ -43,6 +42,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::control::{self, FromSupervisor, Inbox, Outbox};
 use crate::fatal::Fatal;
+use crate::figures;
 use crate::join::{self, Joined};
 use crate::membership::{coverage, rebalance};
 use crate::metrics;
@@ -68,8 +68,6 @@ use readiness::Readiness;
 const REACTOR_THREADS: std::ops::RangeInclusive<usize> = 2..=4;
 /// Conversions of large tensors at once.
 const BLOCKING_THREADS: usize = 8;
-/// Time between two looks at what the daemon shows and announces of itself.
-const FIGURES_INTERVAL: Duration = Duration::from_secs(1);
 /// How long an end may take for the last announcement.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// How long the last answers may take on their way.
@@ -303,10 +301,10 @@ async fn beat(board: &BoardWriter) -> Infallible {
 }
 
 /// Shows a person who looks how well the blocks of the model are served.
-fn watch_coverage(offer: &Offer, facts: &ModelFacts, joined: &Joined, telemetry: &Telemetry) {
-    if let (false, Some(board)) = (offer.is_dry_run(), telemetry.board()) {
+fn watch_coverage(offer: &Offer, facts: &ModelFacts, joined: &Joined, telemetry: &Arc<Telemetry>) {
+    if !offer.is_dry_run() {
         let (dht, prefix) = (joined.dht.clone(), offer.prefix.clone());
-        task::spawn(coverage::keep(dht, prefix, facts.num_blocks, board.clone()));
+        task::spawn(coverage::keep(dht, prefix, facts.num_blocks, telemetry.clone()));
     }
 }
 
@@ -443,7 +441,7 @@ impl Daemon {
 
     /// Handles messages, moves and failures until one of them ends the daemon.
     async fn run_until_stopped(&mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
-        let mut figures = tokio::time::interval(FIGURES_INTERVAL);
+        let mut figures = tokio::time::interval(figures::INTERVAL);
         loop {
             tokio::select! {
                 message = messages.next() => {

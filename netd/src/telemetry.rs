@@ -1,13 +1,12 @@
 //! What netd counts of its work: steps and their times, requests, tokens, open sessions. Counters on
-//! the path of a step are atomics without locks; a session writes its own row of the board. Figures
-//! of the last minute are summed up once a second ([`minute`]), and `crate::metrics` shows all of
-//! it to Prometheus.
+//! the path of a step are atomics without locks. Figures of the last minute are summed up once a
+//! second ([`minute`]), and `crate::figures` gathers all of it.
 //!
 //! The counters live as long as the process, over all services of a run.
 
 pub mod histogram;
 pub mod minute;
-mod rows;
+mod open_sessions;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,15 +15,19 @@ use std::time::Duration;
 use p2p::P2p;
 use parking_lot::Mutex;
 use shared::block::BlockIndex;
+use shared::figures::{
+    AnnouncedFigures, BlockCoverage, Coverage, PushedStep, ServedFigures, SessionFigures, StepPart,
+};
 use shared::job::WorkKind;
-use shared::shm::board::{Announced, BoardWriter, StepPart};
-use shared::shm::layout::{STEP_PARTS, WORK_KINDS};
+use shared::shm::board::BoardWriter;
+use shared::shm::layout::WORK_KINDS;
 use swarm::dht::driver::Dht;
+use tokio::time::Instant;
 
 use crate::workers::link::JobTimes;
 use histogram::{Histogram, Histograms};
-use rows::Rows;
-pub use rows::ShownSession;
+use open_sessions::OpenSessions;
+pub use open_sessions::ShownSession;
 
 /// Steps so far, and their times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,40 +40,6 @@ pub struct StepFigures {
     pub p99: Duration,
 }
 
-/// Requests of one kind that were answered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Answered {
-    /// Requests: steps, or forward and backward passes.
-    pub requests: u64,
-    /// Tokens of all their rows.
-    pub tokens: u64,
-}
-
-/// What became of a step that another server pushed to a session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PushedStep {
-    /// It came before the client's copy and was answered.
-    First,
-    /// It came after the client's copy and was dropped.
-    Late,
-    /// It came first, and the client's copy has other values.
-    Differs,
-}
-
-impl PushedStep {
-    /// All of them.
-    pub const ALL: [PushedStep; 3] = [PushedStep::First, PushedStep::Late, PushedStep::Differs];
-
-    /// As metrics name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            PushedStep::First => "first",
-            PushedStep::Late => "late",
-            PushedStep::Differs => "differs",
-        }
-    }
-}
-
 #[derive(Debug, Default)]
 struct AnsweredCounts {
     requests: AtomicU64,
@@ -80,23 +49,28 @@ struct AnsweredCounts {
 /// All counters of this process.
 #[derive(Debug, Default)]
 pub struct Telemetry {
-    parts: [Histogram; STEP_PARTS],
+    board: Option<Arc<BoardWriter>>,
+    parts: [Histogram; StepPart::ALL.len()],
     answered: [AnsweredCounts; WORK_KINDS],
     pushed: [AtomicU64; PushedStep::ALL.len()],
-    rows: Arc<Rows>,
-    announced: Mutex<Announced>,
+    sessions: Arc<OpenSessions>,
+    announced: Mutex<AnnouncedFigures>,
+    /// Who serves the blocks of the model, and when that was read.
+    coverage: Mutex<Option<(Instant, Vec<BlockCoverage>)>>,
+    /// How long the last scrape took; 0 before the first.
+    scrape_ns: AtomicU64,
     swarm: OnceLock<(P2p, Dht)>,
 }
 
 impl Telemetry {
-    /// Counters whose sessions are shown on `board`.
+    /// Counters that are shown on `board`.
     pub fn on(board: Arc<BoardWriter>) -> Telemetry {
-        Telemetry { rows: Arc::new(Rows::on(board)), ..Telemetry::default() }
+        Telemetry { board: Some(board), ..Telemetry::default() }
     }
 
     /// The board, if there is one.
     pub fn board(&self) -> Option<&Arc<BoardWriter>> {
-        self.rows.board()
+        self.board.as_ref()
     }
 
     /// A step of `batch` rows with `tokens` tokens each was answered `total` after the last byte of
@@ -137,31 +111,43 @@ impl Telemetry {
         }
     }
 
-    /// Pushed steps by what became of them, in the order of [`PushedStep::ALL`].
-    pub fn all_pushed(&self) -> [u64; PushedStep::ALL.len()] {
-        self.pushed.each_ref().map(|count| count.load(Ordering::Relaxed))
+    /// What was answered so far.
+    pub fn served(&self) -> ServedFigures {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let answered = || WorkKind::ALL.into_iter().zip(&self.answered);
+        let times = self.histograms();
+        ServedFigures {
+            requests: answered().map(|(kind, of)| (kind, load(&of.requests))).collect(),
+            tokens: answered().map(|(kind, of)| (kind, load(&of.tokens))).collect(),
+            pushed: PushedStep::ALL.into_iter().zip(self.pushed.iter().map(load)).collect(),
+            step_times: StepPart::ALL.into_iter().zip(times.map(|times| times.figures())).collect(),
+        }
+    }
+
+    /// Tokens of all steps so far.
+    pub fn step_tokens(&self) -> u64 {
+        let steps =
+            WorkKind::ALL.into_iter().zip(&self.answered).filter(|(kind, _)| kind.is_step());
+        steps.map(|(_, of)| of.tokens.load(Ordering::Relaxed)).sum()
     }
 
     /// A session opens; it is shown until the value is dropped.
     pub fn session(&self, blocks: &[BlockIndex], rows: u32, max_length: u32) -> ShownSession {
-        Rows::open(&self.rows, blocks, rows, max_length)
+        OpenSessions::open(&self.sessions, blocks, rows, max_length)
     }
 
     /// Sessions that were opened.
     pub fn sessions_opened(&self) -> u64 {
-        self.rows.opened()
+        self.sessions.opened()
     }
 
-    /// What was answered, by kind.
-    pub fn all_answered(&self) -> [Answered; WORK_KINDS] {
-        self.answered.each_ref().map(|counts| Answered {
-            requests: counts.requests.load(Ordering::Relaxed),
-            tokens: counts.tokens.load(Ordering::Relaxed),
-        })
+    /// The oldest open sessions, without their rates.
+    pub fn open_sessions(&self) -> Vec<SessionFigures> {
+        self.sessions.figures()
     }
 
     /// Times of all steps, in the order of [`StepPart::ALL`].
-    pub fn histograms(&self) -> [Histograms; STEP_PARTS] {
+    pub fn histograms(&self) -> [Histograms; StepPart::ALL.len()] {
         self.parts.each_ref().map(Histogram::read)
     }
 
@@ -173,13 +159,42 @@ impl Telemetry {
     }
 
     /// Notes what the server tells the swarm of itself.
-    pub fn set_announced(&self, announced: Announced) {
+    pub fn set_announced(&self, announced: AnnouncedFigures) {
         *self.announced.lock() = announced;
     }
 
     /// What the server tells the swarm of itself.
-    pub fn announced(&self) -> Announced {
-        *self.announced.lock()
+    pub fn announced(&self) -> AnnouncedFigures {
+        self.announced.lock().clone()
+    }
+
+    /// Notes who serves the blocks of the model now.
+    pub fn set_coverage(&self, blocks: Vec<BlockCoverage>) {
+        let mut coverage = self.coverage.lock();
+        *coverage = Some((Instant::now(), blocks));
+    }
+
+    /// Who serves the blocks of the model, if that was read.
+    pub fn coverage(&self) -> Option<Coverage> {
+        let coverage = self.coverage.lock();
+        let (at, blocks) = coverage.as_ref()?;
+        Some(Coverage { age_s: at.elapsed().as_secs_f64(), blocks: blocks.clone() })
+    }
+
+    /// How long ago a person asked how the swarm looks; `None` = never.
+    pub fn viewed_ago(&self) -> Option<Duration> {
+        self.board.as_ref()?.viewed_ago()
+    }
+
+    /// Notes how long a scrape took.
+    pub fn scraped(&self, took: Duration) {
+        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.scrape_ns.store(nanos, Ordering::Relaxed);
+    }
+
+    /// How long the last scrape took.
+    pub fn scrape_time(&self) -> Duration {
+        Duration::from_nanos(self.scrape_ns.load(Ordering::Relaxed))
     }
 
     /// The swarm is entered through these.
@@ -210,9 +225,10 @@ mod tests {
         let [total, network, queue, compute] =
             telemetry.histograms().map(|histogram| histogram.sum().as_millis());
         assert_eq!((total, network, queue, compute), (11, 3, 4, 10));
-        let [decode, prefill, ..] = telemetry.all_answered();
-        assert_eq!((decode.requests, decode.tokens), (1, 3));
-        assert_eq!((prefill.requests, prefill.tokens), (1, 40));
+        let ServedFigures { requests, tokens, .. } = telemetry.served();
+        for (kind, counts) in [(WorkKind::Decode, (1, 3)), (WorkKind::Prefill, (1, 40))] {
+            assert_eq!((requests[&kind], tokens[&kind]), counts);
+        }
         assert_eq!(telemetry.figures().count, 2);
     }
 }

@@ -14,6 +14,7 @@ use crate::control::{
 };
 use crate::dtype::DType;
 use crate::exit::ExitReason;
+use crate::figures::{Figures, KvFigures, Page, SessionFigures};
 use crate::ids::{Generation, GroupId, JobId, PageId, WorkerId};
 use crate::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, Prompts, SlotRef,
@@ -201,6 +202,27 @@ fn fuzz_control_messages() {
             read::<ToPrepare>(input),
         ]
         .join(" ")
+    });
+}
+
+/// What netd shows of itself, and the supervisor tells further.
+#[test]
+fn fuzz_figures() {
+    let figures = Figures {
+        kv: KvFigures { wait_s: 0.5, ..KvFigures::default() },
+        sessions: vec![SessionFigures { number: 7, ..SessionFigures::default() }],
+        ..Figures::default()
+    };
+    let refused =
+        br#"{"clients": {"refused": {"malformed": 3}}, "announced": {"state": "online"}}"#;
+    Target::new("figures", [figures.encode(), refused.to_vec()]).fuzz(|input| {
+        let figures = Figures::decode(input);
+        if let Ok(figures) = &figures {
+            // Who asks for the report reads what the supervisor read.
+            assert!(Figures::decode(&figures.encode()).is_ok());
+            Page::of(figures);
+        }
+        outcome(&figures)
     });
 }
 

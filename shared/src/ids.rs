@@ -58,7 +58,7 @@ impl Generation {
 }
 
 /// Which worker: its group, its place in it and the size of the group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct WorkerId {
     pub group: GroupId,
     /// Place in the group.

@@ -14,6 +14,7 @@ pub mod control;
 pub mod dtype;
 pub mod escape;
 pub mod exit;
+pub mod figures;
 pub mod files;
 #[cfg(all(test, not(loom)))]
 mod fuzz;

@@ -3,21 +3,22 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shared::bootstrap::build_id;
 use shared::config::Device;
 use shared::control::Role;
 use shared::escape::Escaped;
+use shared::figures::server::DeviceFigures;
+use shared::figures::{ClientFigures, Figures, Trouble};
 use shared::ids::WorkerId;
 use shared::model::RankShare;
-use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState, Trouble};
+use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState};
 use shared::warpgroups::Warpgroups;
 
 pub mod figures;
 
-use figures::{BatchReport, DeviceReport, Figures, WorkReport};
+use figures::{BatchReport, WorkReport};
 
 /// One instance, as `--json` shows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -101,7 +102,7 @@ pub struct ChildReport {
     pub batches: Vec<BatchReport>,
     /// How its device is, where NVML tells (workers).
     #[serde(default)]
-    pub device_figures: Option<DeviceReport>,
+    pub device_figures: Option<DeviceFigures>,
     /// Sessions open (netd).
     pub sessions_open: u64,
     /// Tokens of KV cache not leased (netd).
@@ -164,11 +165,10 @@ impl InstanceReport {
         standing: Standing,
         held: impl Fn(WorkerId) -> Option<Held>,
     ) -> InstanceReport {
-        let figures = Figures::of(&board);
-        let BoardSnapshot { instance, supervisor_pid, started_unix_s, children, .. } = board;
+        let BoardSnapshot { instance, supervisor_pid, started_unix_s, children, figures } = board;
         let report = |of: ChildSnapshot| {
             let held = of.worker.and_then(&held);
-            child(of, held)
+            child(of, held, &figures)
         };
         let children = children.into_iter().map(report).collect();
         let Standing { ready, pause } = standing;
@@ -269,11 +269,15 @@ impl InstanceReport {
     }
 }
 
-fn child(child: ChildSnapshot, held: Option<Held>) -> ChildReport {
+fn child(child: ChildSnapshot, held: Option<Held>, figures: &Figures) -> ChildReport {
     let share = held.and_then(|held| held.share);
-    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-    let troubles = Trouble::ALL.into_iter().map(|trouble| trouble.name().to_owned());
     let all = child.work.all();
+    let is_netd = child.role == Some(Role::Netd);
+    let of_netd = |figure: u64| if is_netd { figure } else { 0 };
+    let ClientFigures { sessions, refused, .. } = &figures.clients;
+    let troubles = Trouble::ALL.into_iter().map(|trouble| {
+        (trouble.name().to_owned(), of_netd(refused.get(&trouble).copied().unwrap_or(0)))
+    });
     ChildReport {
         id: child.role.map(|role| (role, child.worker)),
         role: child.role.map_or("unknown", |role| role.name()).to_owned(),
@@ -291,14 +295,14 @@ fn child(child: ChildSnapshot, held: Option<Held>) -> ChildReport {
         progress: child.progress,
         last_death: None,
         jobs_done: all.jobs,
-        queued_us: micros(all.queued),
-        computed_us: micros(all.computed),
+        queued_us: all.queued_us.0,
+        computed_us: all.computed_us.0,
         work: figures::work(&child.work),
         batches: figures::batches(&child.work),
-        device_figures: figures::device(&child.work.device),
-        sessions_open: child.sessions_open,
-        kv_tokens_free: child.kv_tokens_free,
-        troubles: troubles.zip(child.troubles).collect(),
+        device_figures: figures::device(&child.work),
+        sessions_open: of_netd(*sessions),
+        kv_tokens_free: of_netd(figures.kv.tokens_free),
+        troubles: troubles.collect(),
         port: child.net_port,
         peer_id: child.peer_id,
     }

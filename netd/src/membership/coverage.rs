@@ -1,15 +1,17 @@
 //! Who serves each block of the model, for a person who looks: read of the swarm only while somebody
-//! does, and shown on the board.
+//! does.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use shared::shm::board::{BlockCoverage, BoardWriter};
+use shared::figures::{BlockCoverage, MAX_COVERED_BLOCKS};
 use swarm::dht::driver::Dht;
 use swarm::view::{self, BlockServers, MAX_THROUGHPUT};
 use swarm::wire::records::ServerState;
 use tokio::time::Instant;
 use tracing::debug;
+
+use crate::telemetry::Telemetry;
 
 /// Time between two looks whether somebody asks.
 const PACE: Duration = Duration::from_secs(1);
@@ -19,18 +21,21 @@ const INTEREST: Duration = Duration::from_secs(60);
 const PERIOD: Duration = Duration::from_secs(30);
 
 /// Reads who serves the `blocks` blocks of the model with this prefix, while somebody looks.
-pub async fn keep(dht: Dht, prefix: String, blocks: u32, board: Arc<BoardWriter>) {
+pub async fn keep(dht: Dht, prefix: String, blocks: u32, telemetry: Arc<Telemetry>) {
     let mut interval = tokio::time::interval(PACE);
     let mut read_at: Option<Instant> = None;
     loop {
         interval.tick().await;
-        let is_viewed = board.viewed_ago().is_some_and(|ago| ago < INTEREST);
+        let is_viewed = telemetry.viewed_ago().is_some_and(|ago| ago < INTEREST);
         if !is_viewed || read_at.is_some_and(|at| at.elapsed() < PERIOD) {
             continue;
         }
         read_at = Some(Instant::now());
         match view::read_blocks(&dht, &prefix, 0..blocks).await {
-            Ok(servers) => board.set_coverage(&servers.iter().map(coverage).collect::<Vec<_>>()),
+            Ok(servers) => {
+                let shown = servers.iter().take(MAX_COVERED_BLOCKS);
+                telemetry.set_coverage(shown.map(coverage).collect());
+            }
             Err(error) => debug!(%error, "cannot read the swarm"),
         }
     }
@@ -40,6 +45,7 @@ pub async fn keep(dht: Dht, prefix: String, blocks: u32, board: Arc<BoardWriter>
 fn coverage(servers: &BlockServers) -> BlockCoverage {
     let online = servers.values().filter(|info| info.state == ServerState::Online);
     let claims = online.clone().map(|info| info.throughput.clamp(0.0, MAX_THROUGHPUT));
+    let claims = claims.filter(|throughput| throughput.is_finite());
     BlockCoverage {
         servers: u32::try_from(online.count()).unwrap_or(u32::MAX),
         throughput: claims.sum::<f64>() as f32,

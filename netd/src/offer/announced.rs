@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use p2p::task;
 use shared::control::WorkerUp;
-use shared::shm::board::Announcement;
+use shared::figures::Announcement;
 use swarm::dht::driver::Dht;
 use swarm::wire::records::ServerState;
 use tokio::sync::watch;

@@ -1,15 +1,14 @@
-//! Requests that were not served as asked, counted by kind. The board shows the counts (`sepal
-//! status`).
+//! Requests that were not served as asked, counted by kind. `sepal status` shows the
+//! counts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use shared::shm::board::Trouble;
-use shared::shm::layout::TROUBLES;
+use shared::figures::Trouble;
 
 /// The counts of one run.
 #[derive(Debug, Default)]
 pub struct ErrorCounts {
-    counts: [AtomicU64; TROUBLES],
+    counts: [AtomicU64; Trouble::ALL.len()],
 }
 
 impl ErrorCounts {
@@ -21,7 +20,7 @@ impl ErrorCounts {
     }
 
     /// All counts, in the order of [`Trouble::ALL`].
-    pub fn counts(&self) -> [u64; TROUBLES] {
+    pub fn counts(&self) -> [u64; Trouble::ALL.len()] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 

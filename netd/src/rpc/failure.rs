@@ -4,7 +4,7 @@
 use std::fmt;
 
 use p2p::InboundError;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use swarm::wire::metadata::MetadataError;
 use swarm::wire::packing::PackingError;
 use swarm::wire::stream_parts::PartError;

@@ -26,7 +26,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use p2p::{InboundStream, InboundWriter, PeerId, SessionMark};
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::{PushedStep, Trouble};
 use swarm::wire::messages::ExpertResponse;
 use swarm::wire::metadata::ArgsStructure;
 use tokio::sync::Notify;
@@ -44,7 +44,7 @@ use super::resumption::Slot;
 use super::{Failure, Service};
 use crate::sessions::admission::Lease;
 use crate::sessions::session::Session;
-use crate::telemetry::{PushedStep, ShownSession};
+use crate::telemetry::ShownSession;
 use crate::workers::job::Caller;
 use crate::workers::link::JobTimes;
 

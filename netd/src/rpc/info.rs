@@ -25,7 +25,7 @@ pub fn answer(service: &Service, request: Bytes) -> Result<Bytes, Failure> {
     let info = RpcInfo {
         version: PETALS_VERSION.to_owned(),
         dht_client_mode: service.dht_client_mode,
-        cache_tokens_available: service.kv.figures().tokens_available,
+        cache_tokens_available: service.kv.figures().tokens_free,
         schema,
     };
     Ok(ExpertInfo { serialized_info: info.encode().into() }.encode_to_vec().into())

@@ -33,10 +33,9 @@ use p2p::{P2p, ProtocolKind, ProtocolSpec};
 use parking_lot::Mutex;
 use shared::block::{BlockIndex, Span};
 use shared::config::NetdConfig;
+use shared::figures::Trouble;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
-use shared::shm::board::Trouble;
-use shared::shm::layout::TROUBLES;
 use swarm::names;
 use swarm::wire::messages::Compression;
 use swarm::wire::metadata::RequestMetadata;
@@ -248,7 +247,7 @@ impl Service {
 
     /// Requests that were not served as asked, in the order of [`Trouble::ALL`], those included
     /// that never reached a handler.
-    pub fn all_troubles(&self) -> [u64; TROUBLES] {
+    pub fn all_troubles(&self) -> [u64; Trouble::ALL.len()] {
         let mut counts = self.troubles.counts();
         let refused = self.push_client.p2p().inbound_figures();
         for (trouble, count) in [

@@ -7,8 +7,8 @@ use p2p::{
     UnaryResponder,
 };
 use prost::Message;
+use shared::figures::Trouble;
 use shared::job::WorkKind;
-use shared::shm::board::Trouble;
 use swarm::names;
 use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use swarm::wire::metadata::RequestMetadata;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::keys;
 use swarm::wire::messages::ExpertRequest;

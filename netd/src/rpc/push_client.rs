@@ -23,7 +23,7 @@ use bytes::Bytes;
 use p2p::task;
 use p2p::{CallError, MAX_UNARY_BYTES, P2p, PeerId, RpcStream};
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::messages::{Compression, ExpertRequest, Tensor};
 use swarm::wire::metadata::{NextServer, RequestMetadata};

@@ -22,6 +22,7 @@ use rand::rngs::OsRng;
 use sha2::{Digest, Sha256};
 use shared::block::BlockIndex;
 use shared::clock::monotonic_ns;
+use shared::figures::ResumptionFigures;
 use shared::job::MAX_ROWS;
 use shared::shm::sessions::{SESSION_RECORDS, SessionRecords};
 use swarm::wire::resumption::{Resumable, Secret};
@@ -93,19 +94,6 @@ struct Lot {
     is_handed_over: bool,
 }
 
-/// What became of sessions that can be resumed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ResumptionFigures {
-    /// Parked now.
-    pub parked: u64,
-    /// Resumed so far.
-    pub resumed: u64,
-    /// Taken over from an earlier netd so far.
-    pub restored: u64,
-    /// Parked, and freed before their clients came.
-    pub expired: u64,
-}
-
 /// The slot of an open session; freed on drop unless the session was parked.
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -124,11 +112,14 @@ impl Resumption {
         Resumption(Arc::new(Inner { grace, records, state: Mutex::new(state) }))
     }
 
-    /// Figures now.
+    /// Sessions that are parked now.
+    pub fn parked(&self) -> u64 {
+        self.lock().entries().filter(|(_, entry)| entry.since().is_some()).count() as u64
+    }
+
+    /// What became of sessions so far.
     pub fn figures(&self) -> ResumptionFigures {
-        let lot = self.lock();
-        let parked = lot.entries().filter(|(_, entry)| entry.since().is_some()).count();
-        ResumptionFigures { parked: parked as u64, ..lot.figures }
+        self.lock().figures.clone()
     }
 
     /// Another netd takes over what is parked from now on, and what is open.

@@ -301,7 +301,7 @@ impl Daemon {
         self.ups = coming.ups;
         let draining = std::mem::replace(&mut self.draining, watch::Sender::new(false));
         let service = Service::after(self.service_parts(), &before);
-        let left = service.kv.figures().tokens_left;
+        let left = service.kv.tokens_left();
         self.online.send_replace(Some(Arc::new(service)));
         let takes_until = Instant::now() + self.init.config.update_period;
         self.leaving = Some(Leaving {

@@ -77,7 +77,7 @@ impl Daemon {
     pub(super) fn go_online(&mut self) {
         let service = Service::new(self.service_parts());
         self.resumption.restore(&service);
-        let left = service.kv.figures().tokens_left;
+        let left = service.kv.tokens_left();
         self.online.send_replace(Some(Arc::new(service)));
         self.came_from = None;
         self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
@@ -107,7 +107,7 @@ impl Daemon {
         self.announced.end(Instant::now() + FAREWELL).await;
         match service {
             Some(service) => {
-                let left = service.kv.figures().tokens_left;
+                let left = service.kv.tokens_left();
                 self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
                 true
             }
@@ -138,7 +138,7 @@ impl Daemon {
             return self.workers.cover(span) && self.may_go_online();
         };
         service.serve(span);
-        let left = service.kv.figures().tokens_left;
+        let left = service.kv.tokens_left();
         self.announced.online(&self.offer, &self.joined, &self.present_ups(), left);
         true
     }
@@ -161,7 +161,7 @@ impl Daemon {
         self.telemetry
             .set_announced(self.offer.announced(&self.present_ups(), self.announced.state()));
         if let Some(service) = self.online.borrow().as_ref() {
-            self.announced.cache_tokens_left(service.kv.figures().tokens_left);
+            self.announced.cache_tokens_left(service.kv.tokens_left());
         }
     }
 

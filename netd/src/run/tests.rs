@@ -270,8 +270,8 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     let mut session = rig::Client::of(stream);
     assert!(session.open(hidden(1, &[1.0]), 30).await.is_ok());
     until(|| {
-        let seat = supervisor.board.view().child_snapshot(0).unwrap();
-        seat.sessions_open == 1 && seat.kv_tokens_free == 65536 - 120
+        let figures = supervisor.board.view().figures();
+        figures.is_some_and(|of| of.clients.sessions == 1 && of.kv.tokens_free == 65536 - 120)
     })
     .await;
     let seat = supervisor.board.view().child_snapshot(0).unwrap();

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use p2p::PeerId;
 use parking_lot::Mutex;
+use shared::figures::KvFigures;
 use shared::ids::PageId;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -140,26 +141,13 @@ pub enum NoMemory {
     BadBlock(Refusal),
 }
 
-/// Figures for announcements and the board.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvFigures {
-    /// `cache_tokens_available` of `rpc_info`: free token-blocks.
-    pub tokens_available: u64,
-    /// `cache_tokens_left` of the DHT record.
-    pub tokens_left: u64,
-    /// Free and held token-blocks together.
-    pub tokens_total: u64,
-    /// Sessions that wait for memory.
-    pub waiting: usize,
-}
-
 /// Sessions that had to wait for memory so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KvWaits {
+struct KvWaits {
     /// Those that have got it, have given up, or are gone.
-    pub count: u64,
+    count: u64,
     /// How long they waited.
-    pub time: Duration,
+    time: Duration,
 }
 
 impl KvMemory {
@@ -264,20 +252,22 @@ impl KvMemory {
         Ok(self.lease(peer, grant))
     }
 
-    /// Figures now.
+    /// Figures now, but for parked sessions.
     pub fn figures(&self) -> KvFigures {
         let state = self.inner.state.lock();
         KvFigures {
-            tokens_available: state.queue.pool().free(),
-            tokens_left: state.queue.pool().cache_tokens_left(),
+            tokens_free: state.queue.pool().free(),
             tokens_total: state.queue.pool().budget(),
-            waiting: state.queue.waiting(),
+            waiting: state.queue.waiting() as u64,
+            waits: state.waits.count,
+            wait_s: state.waits.time.as_secs_f64(),
+            parked: 0,
         }
     }
 
-    /// Waits until now.
-    pub fn waits(&self) -> KvWaits {
-        self.inner.state.lock().waits
+    /// `cache_tokens_left` of the DHT record.
+    pub fn tokens_left(&self) -> u64 {
+        self.inner.state.lock().queue.pool().cache_tokens_left()
     }
 
     fn lease(&self, peer: PeerId, grant: Grant) -> Lease {

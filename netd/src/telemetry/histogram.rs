@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use shared::figures::Buckets;
+
 /// Buckets per doubling of the time; the middle of a bucket is within 5 % of what fell into it.
 const PER_DOUBLING: usize = 8;
 /// Doublings from 1 µs on: to about 18 minutes.
@@ -82,20 +84,19 @@ impl Histograms {
         Histograms { buckets, sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns) }
     }
 
-    /// Upper bounds in seconds, each with the number of times between it and the bound before; the
-    /// last bound is infinite.
-    pub fn bounded(&self) -> Vec<(f64, u64)> {
+    /// As metrics have it, in seconds.
+    pub fn figures(&self) -> Buckets {
         let mut from = 0;
-        let mut bounded = Vec::with_capacity(SHOWN.count() + 1);
+        let mut buckets = Vec::with_capacity(SHOWN.count() + 1);
         for doubling in SHOWN {
             let to = doubling * PER_DOUBLING;
             let count = self.buckets.get(from..to).map_or(0, |counts| counts.iter().sum());
-            bounded.push(((doubling as f64).exp2() / 1e6, count));
+            buckets.push(((doubling as f64).exp2() / 1e6, count));
             from = to;
         }
         let rest = self.buckets.get(from..).map_or(0, |counts| counts.iter().sum());
-        bounded.push((f64::INFINITY, rest));
-        bounded
+        buckets.push((f64::INFINITY, rest));
+        Buckets { sum: self.sum().as_secs_f64(), buckets }
     }
 }
 
@@ -134,7 +135,7 @@ mod tests {
         let histogram = Histogram::default();
         let times = [0, 15_999, 16_001, 1_000_000, 60_000_000_000, 70_000_000_000, u64::MAX / 4];
         times.iter().for_each(|nanos| histogram.record(Duration::from_nanos(*nanos)));
-        let bounded = histogram.read().bounded();
+        let bounded = histogram.read().figures().buckets;
         assert_eq!(bounded.iter().map(|(_, count)| count).sum::<u64>(), times.len() as u64);
         assert_eq!(bounded.first(), Some(&(16e-6, 2)));
         assert_eq!(bounded.last(), Some(&(f64::INFINITY, 2)));

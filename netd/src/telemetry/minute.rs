@@ -1,11 +1,10 @@
 //! Figures of the last minute, and the rate of each session over the last seconds: differences of
 //! counters that were noted before. Pure; the driver calls it once a second.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use shared::shm::board::{Minute, Quantiles};
-use shared::shm::layout::{SESSION_ROWS, STEP_PARTS};
+use shared::figures::{Latency, Minute, SessionFigures, StepPart};
 
 use super::histogram::Histograms;
 
@@ -20,7 +19,7 @@ const RATE: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct Counters {
     /// Times of steps.
-    pub parts: [Histograms; STEP_PARTS],
+    pub parts: [Histograms; StepPart::ALL.len()],
     /// Tokens in them.
     pub tokens: u64,
     /// Decode units that workers ran; those of a worker begin at zero when it is started again.
@@ -55,25 +54,34 @@ impl LastMinute {
 }
 
 fn difference(time: Duration, before: &Counters, now: &Counters) -> Minute {
-    let mut quantiles = [Quantiles::default(); STEP_PARTS];
-    let mut steps = 0;
-    for (of, (now, before)) in quantiles.iter_mut().zip(now.parts.iter().zip(&before.parts)) {
-        let since = now.since(before);
-        *of = Quantiles { p50: since.quantile(0.5), p99: since.quantile(0.99) };
-        steps = since.count();
-    }
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    let per_second = |count: u64| match time.is_zero() {
+        true => 0.0,
+        false => count as f64 / time.as_secs_f64(),
+    };
+    let since = |(now, before): (&Histograms, &Histograms)| now.since(before);
+    let parts: Vec<Histograms> = now.parts.iter().zip(&before.parts).map(since).collect();
+    let latency = StepPart::ALL.into_iter().zip(&parts).map(|(part, times)| Latency {
+        part,
+        p50_ms: ms(times.quantile(0.5)),
+        p99_ms: ms(times.quantile(0.99)),
+    });
+    // Every step is in each part.
+    let steps = parts.first().map_or(0, Histograms::count);
+    let [rows, units] =
+        [now.rows.saturating_sub(before.rows), now.units.saturating_sub(before.units)];
     Minute {
-        time,
+        seconds: time.as_secs_f64(),
         steps,
-        tokens: now.tokens.saturating_sub(before.tokens),
-        quantiles,
-        units: now.units.saturating_sub(before.units),
-        rows: now.rows.saturating_sub(before.rows),
+        steps_per_s: per_second(steps),
+        tokens_per_s: per_second(now.tokens.saturating_sub(before.tokens)),
+        mean_batch: rows as f64 / units.max(1) as f64,
+        latency: latency.collect(),
     }
 }
 
-/// Number of a session in each row, 0 for none, and its tokens.
-pub type Lengths = [(u64, u64); SESSION_ROWS];
+/// Tokens of sessions by their numbers.
+type Lengths = BTreeMap<u64, u32>;
 
 /// Rates of sessions.
 #[derive(Debug, Default)]
@@ -82,26 +90,23 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Tokens per 1000 seconds of each row.
-    pub fn tick(&mut self, now: Duration, lengths: &Lengths) -> [u64; SESSION_ROWS] {
+    /// Adds their rates to sessions.
+    pub fn tick(&mut self, now: Duration, sessions: &mut [SessionFigures]) {
         let is_over = |at: &Duration| now.saturating_sub(*at) > RATE;
         while self.notes.front().is_some_and(|(at, _)| is_over(at)) {
             self.notes.pop_front();
         }
-        let rate = |row: usize| {
-            let &(number, length) = lengths.get(row)?;
-            // The earliest note of the same session; one that is younger has grown from nothing.
-            let same = |(at, before): &(Duration, Lengths)| {
-                let &(known, length) = before.get(row)?;
-                (known == number && number != 0).then_some((*at, length))
-            };
-            let (at, before) = self.notes.iter().find_map(same)?;
-            let millis = u64::try_from(now.saturating_sub(at).as_millis()).ok()?.max(1);
-            Some(length.saturating_sub(before).saturating_mul(1_000_000) / millis)
-        };
-        let rates = std::array::from_fn(|row| rate(row).unwrap_or(0));
-        self.notes.push_back((now, *lengths));
-        rates
+        for session in &mut *sessions {
+            // The earliest note of the session; one that is younger has grown from nothing.
+            let noted =
+                |(at, lengths): &(Duration, Lengths)| Some((*at, *lengths.get(&session.number)?));
+            if let Some((at, length)) = self.notes.iter().find_map(noted) {
+                let seconds = now.saturating_sub(at).as_secs_f64().max(1e-3);
+                session.tokens_per_s = f64::from(session.length.saturating_sub(length)) / seconds;
+            }
+        }
+        let lengths = sessions.iter().map(|session| (session.number, session.length));
+        self.notes.push_back((now, lengths.collect()));
     }
 }
 
@@ -126,15 +131,17 @@ mod tests {
         for second in 1..=90_u64 {
             histogram.record(Duration::from_millis(1));
             let shown = minute.tick(Duration::from_secs(second), counters(second));
-            let [p50, p99] = [shown.quantiles[0].p50, shown.quantiles[0].p99];
-            assert!(second < 15 || p50 < Duration::from_millis(2), "{second}: {p50:?}");
-            let has_slow = p99 > Duration::from_millis(900);
-            assert!(second >= 65 || has_slow, "{second}: {p99:?}");
-            assert!(second < 66 || !has_slow, "{second}: {p99:?}");
+            let Latency { part, p50_ms, p99_ms } = shown.latency[0];
+            assert_eq!((part, shown.latency.len()), (StepPart::Total, 4));
+            assert!(second < 15 || p50_ms < 2.0, "{second}: {p50_ms}");
+            let has_slow = p99_ms > 900.0;
+            assert!(second >= 65 || has_slow, "{second}: {p99_ms}");
+            assert!(second < 66 || !has_slow, "{second}: {p99_ms}");
             if second >= 65 {
                 assert!((60..=65).contains(&shown.steps), "{shown:?}");
-                assert_eq!((shown.tokens, shown.rows), (shown.steps, shown.steps));
-                assert_eq!(shown.time.as_secs(), shown.steps);
+                assert_eq!((shown.steps_per_s, shown.tokens_per_s), (1.0, 1.0));
+                assert_eq!(shown.seconds, shown.steps as f64);
+                assert!((1.9..=2.1).contains(&shown.mean_batch), "{shown:?}");
             }
         }
     }
@@ -142,16 +149,15 @@ mod tests {
     #[test]
     fn a_rate_is_of_one_session_alone() {
         let mut rates = Rates::default();
-        let mut lengths: Lengths = [(0, 0); SESSION_ROWS];
-        lengths[3] = (7, 0);
-        assert_eq!(rates.tick(Duration::ZERO, &lengths)[3], 0);
-        lengths[3] = (7, 30);
-        assert_eq!(rates.tick(Duration::from_secs(2), &lengths)[3], 15_000);
-        // Another session in the same row.
-        lengths[3] = (8, 100);
-        assert_eq!(rates.tick(Duration::from_secs(3), &lengths)[3], 0);
-        lengths[3] = (8, 110);
-        assert_eq!(rates.tick(Duration::from_secs(5), &lengths)[3], 5000);
-        assert_eq!(rates.tick(Duration::from_secs(30), &lengths)[3], 0);
+        let mut rate = |second: u64, number: u64, length: u32| {
+            let mut sessions = [SessionFigures { number, length, ..SessionFigures::default() }];
+            rates.tick(Duration::from_secs(second), &mut sessions);
+            sessions[0].tokens_per_s
+        };
+        assert_eq!(rate(0, 7, 0), 0.0);
+        assert_eq!(rate(2, 7, 30), 15.0);
+        assert_eq!(rate(3, 8, 100), 0.0);
+        assert_eq!(rate(5, 8, 110), 5.0);
+        assert_eq!(rate(30, 8, 110), 0.0);
     }
 }

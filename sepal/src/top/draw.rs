@@ -17,7 +17,7 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph, Row, Table, Wrap};
-use supervisor::report::figures::{BlockReport, Figures, SessionReport};
+use shared::figures::{Announcement, BlockCoverage, Figures, SessionFigures};
 use supervisor::report::{ChildReport, InstanceReport};
 
 use super::state::View;
@@ -78,11 +78,11 @@ fn summary<'a>(name: &str, report: &InstanceReport, view: &View, width: u16) -> 
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let up = short(now.saturating_sub(report.started_unix_s) as f64);
     let announced = &figures.announced;
-    let state = clean(&announced.state, 10);
+    let state = announced.state.name();
     let span = announced.span.as_deref().map_or(String::new(), |span| clean(span, 12));
     let (position, count) = view.position();
     let of = if count > 1 { format!(" ({position} of {count})") } else { String::new() };
-    let colour = if announced.state == "online" { Color::Green } else { Color::Yellow };
+    let colour = if announced.state == Announcement::Online { Color::Green } else { Color::Yellow };
     let title = Line::from(vec![
         Span::from(clean(name, 24)).bold(),
         Span::from(format!("{of}  up {up}  ")),
@@ -111,7 +111,7 @@ fn summary<'a>(name: &str, report: &InstanceReport, view: &View, width: u16) -> 
     let latency = minute
         .latency
         .iter()
-        .map(|of| format!("{} {}/{}", clean(&of.part, 8), number(of.p50_ms), number(of.p99_ms)));
+        .map(|of| format!("{} {}/{}", of.part.name(), number(of.p50_ms), number(of.p99_ms)));
     let latency = format!("p50/p99 ms: {}", latency.collect::<Vec<_>>().join("  "));
     let graph = Span::from(graph).fg(Color::Cyan);
     vec![title, Line::from(vec![Span::from(rates), graph]), Line::from(latency)]
@@ -199,7 +199,7 @@ fn detail_of(child: &ChildReport) -> String {
 fn draw_sessions(frame: &mut Frame<'_>, figures: &Figures, scrolled: usize, area: Rect) {
     let heads =
         Row::new(["SESSION", "BLOCKS", "AGE", "LENGTH", "OF", "ROWS", "STEPS", "TOKENS/S", "IDLE"]);
-    let row = |of: &SessionReport| {
+    let row = |of: &SessionFigures| {
         Row::new([
             of.number.to_string(),
             clean(&of.span, 9),
@@ -245,7 +245,7 @@ fn coverage<'a>(figures: &Figures) -> Vec<Line<'a>> {
     lines
 }
 
-fn cell<'a>(block: &BlockReport, is_own: bool) -> Span<'a> {
+fn cell<'a>(block: &BlockCoverage, is_own: bool) -> Span<'a> {
     let (text, colour) = match block.servers {
         0 => ("0".to_owned(), Color::Red),
         1 => ("1".to_owned(), Color::Yellow),

@@ -225,8 +225,9 @@ impl View {
 mod tests {
     use std::path::PathBuf;
 
+    use shared::figures::SessionFigures;
+
     use super::*;
-    use supervisor::report::figures::SessionReport;
 
     fn instance(name: &str) -> (LiveInstance, InstanceReport) {
         let child = |role: &str, worker: Option<&str>| ChildReport {
@@ -238,7 +239,7 @@ mod tests {
             children: vec![child("netd", None), child("gpu-worker", Some("0.0"))],
             ..InstanceReport::default()
         };
-        report.figures.sessions = vec![SessionReport::default(); 12];
+        report.figures.sessions = vec![SessionFigures::default(); 12];
         (LiveInstance { name: name.to_owned(), status_socket: PathBuf::from(name) }, report)
     }
 

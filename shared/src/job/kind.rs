@@ -1,12 +1,27 @@
 //! The kinds of work: what a job says in a ring, what workers schedule by, and what counters tell
 //! apart.
 
+use serde::{Deserialize, Serialize};
+
 /// A step of at most this many tokens over all its rows is a decode step: it is cheaper to run than
 /// to cut.
 pub const DECODE_TOKENS: u32 = 32;
 
 /// What a job computes, in order of precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::IntoStaticStr,
+)]
+#[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "lowercase")]
 #[repr(u8)]
 pub enum WorkKind {

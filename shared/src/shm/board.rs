@@ -8,9 +8,9 @@
 //! | header | supervisor ([`Board`]) | once, at creation |
 //! | seat (role, pid, generation, worker, state, span) | supervisor ([`Board`]) | at changes of state |
 //! | restarts by role and reason | supervisor ([`Board`]) | at deaths |
-//! | report (phase, progress, counters, PeerID, port) | the child in the seat ([`BoardWriter`]) | as it works |
+//! | report (phase, progress, PeerID, port) | the child in the seat ([`BoardWriter`]) | as it works |
 //! | work (jobs, tokens, times, batches, device) | the worker in the seat | as it works |
-//! | sessions, last minute, swarm, announcement | netd | per step; each second |
+//! | [`Figures`](crate::figures::Figures), as bytes | netd | each second |
 //!
 //! Between two children, after the reap of the first, the supervisor zeroes what the child wrote. Fields are
 //! read one by one: a snapshot is not a transaction, except that all of a child's fields are of one
@@ -22,8 +22,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use super::layout::{
-    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, RESTART_REASONS, ROLES,
-    ReportPart, TEXT_BYTES, TROUBLES, Text,
+    BOARD_MAGIC, BOARD_SLOTS, BoardLayout, ChildSlot, LAYOUT_VERSION, ReportPart, TEXT_BYTES, Text,
 };
 use super::segment::{SegmentError, SmallSegment};
 use super::sync::{AtomicU64, Ordering, fence};
@@ -32,19 +31,14 @@ use crate::clock::monotonic_ns;
 use crate::control::{BoardSeat, Role};
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 
-mod netd;
+mod figures;
 mod view;
 mod words;
 mod work;
 mod writer;
 
-pub use netd::{
-    Announced, BlockCoverage, Coverage, Minute, NetdFigures, NetdSnapshot, Quantiles, SessionShape,
-    SessionSnapshot,
-};
-pub use view::{BoardSnapshot, BoardView, ChildSnapshot, Restarts};
-pub use words::{Announcement, ChildState, Phase, RestartReason, StepPart, Trouble};
-pub use work::{BATCH_BOUNDS, DeviceFigures, WorkCounts, WorkSnapshot};
+pub use view::{BoardSnapshot, BoardView, ChildSnapshot};
+pub use words::{ChildState, Phase, RestartReason};
 pub use writer::BoardWriter;
 
 /// The board in `/proc/PID/maps` and in messages.
@@ -114,7 +108,7 @@ impl Board {
     pub fn create(instance: &str, started_unix_s: u64) -> Result<Board, BoardError> {
         check_text(instance)?;
         let segment = SmallSegment::create(BOARD_NAME, BOARD_BYTES)?;
-        let board = Board { view: BoardView { segment } };
+        let board = Board { view: BoardView::of(segment) };
         let header = &board.view.layout().header;
         header.version.store(LAYOUT_VERSION, Ordering::Relaxed);
         header.supervisor_pid.store(std::process::id().into(), Ordering::Relaxed);
@@ -151,7 +145,7 @@ impl Board {
         child.report.reset();
         child.work.reset();
         if occupant.role == Role::Netd {
-            self.view.layout().netd.reset();
+            self.view.layout().figures.reset();
         }
         let worker = occupant.worker.unwrap_or_else(|| WorkerId::solo(GroupId(0)));
         seat.role.store(role_word(occupant.role), Ordering::Relaxed);

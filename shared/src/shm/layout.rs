@@ -40,24 +40,24 @@
 //! ```text
 //!      0  | BoardHeader            128 B |  supervisor only
 //!    128  | SupervisorPart         256 B |  supervisor only: restarts by role and reason
-//!    384  | 32 child slots of 640 B      |
+//!    384  | 32 child slots of 512 B      |
 //!         |   +0    SeatPart       128 B |  supervisor only: who sits here
-//!         |   +128  ReportPart     256 B |  the child only: what it does (the supervisor zeroes it between two children)
-//!         |   +384  WorkPart       256 B |  the child only, if it is a worker: what it computed
-//!  20864  | NetdPart             10496 B |  netd only (zeroed between two of them)
-//!         |   +0    figures        256 B |  of the last minute, of the swarm, of what is announced
-//!         |   +256  sessions      8192 B |  128 rows of 64 B: one open session each
-//!         |   +8448 coverage      2048 B |  256 words: servers and throughput of each block of the model
-//!  31360  |
+//!         |   +128  ReportPart     128 B |  the child only: what it does (the supervisor zeroes it between two children)
+//!         |   +256  WorkPart       256 B |  the child only, if it is a worker: what it computed
+//!  16768  | Sequenced            65664 B |  netd only (emptied between two of them): its figures
+//!         |   +0    sequence, len  128 B |
+//!         |   +128  words        65536 B |  `crate::figures::Figures` as JSON
+//!  82432  |
 //! ```
 
 #![cfg_attr(loom, allow(dead_code, reason = "models use the rings alone"))]
 
 use super::sync::{AtomicU64, Claim};
+use crate::figures::server::BATCH_BUCKETS;
 use crate::job::WorkKind;
 
 /// Version of everything in this file, and of the layout of groups.
-pub const LAYOUT_VERSION: u64 = 6;
+pub const LAYOUT_VERSION: u64 = 7;
 
 /// First word of a ring segment: `SEPALRNG`, big-endian.
 pub const RING_MAGIC: u64 = u64::from_be_bytes(*b"SEPALRNG");
@@ -78,9 +78,6 @@ pub const BOARD_SLOTS: usize = 32;
 /// Bytes of a text on the board (instance name, PeerID in base58: at most 52).
 pub const TEXT_BYTES: usize = 64;
 
-/// Kinds of trouble with requests that are counted apart ([`super::board::Trouble`]).
-pub const TROUBLES: usize = 10;
-
 /// Roles of children whose restarts are counted apart ([`crate::control::Role`]).
 pub const ROLES: usize = 3;
 
@@ -90,17 +87,9 @@ pub const RESTART_REASONS: usize = 8;
 /// Kinds of work that workers count apart.
 pub const WORK_KINDS: usize = WorkKind::ALL.len();
 
-/// Buckets of the histogram of rows in a decode unit: at most 1, 2, 4, ..., 64 rows, and more.
-pub const BATCH_BUCKETS: usize = 8;
-
-/// Sessions that the board shows; all are counted.
-pub const SESSION_ROWS: usize = 128;
-
-/// Blocks of the model whose servers the board shows; the largest known models have 126.
-pub const COVERED_BLOCKS: usize = 256;
-
-/// Parts of the time of a step that are told apart ([`super::board::StepPart`]).
-pub const STEP_PARTS: usize = 4;
+/// Bytes of netd's figures; those of 128 sessions and 256 blocks take 40 KiB. Under loom two words, which
+/// may be of two versions.
+pub const FIGURES_BYTES: usize = if cfg!(loom) { 16 } else { 64 << 10 };
 
 /// One word alone on its cache lines.
 #[repr(C, align(128))]
@@ -224,12 +213,9 @@ pub struct ReportPart {
     pub(super) progress: AtomicU64,
     pub(super) phase_started_ns: AtomicU64,
     pub(super) phase_limit_ms: AtomicU64,
-    pub(super) sessions_open: AtomicU64,
-    pub(super) kv_tokens_free: AtomicU64,
     pub(super) net_port: AtomicU64,
     pub(super) peer_id: Text,
-    pub(super) troubles: [AtomicU64; TROUBLES],
-    _reserved: [AtomicU64; 6],
+    _reserved: [AtomicU64; 2],
 }
 
 /// Jobs of one kind that a worker has answered.
@@ -261,63 +247,28 @@ pub struct WorkPart {
     _reserved: [AtomicU64; 3],
 }
 
-/// An open session. Written by the session's task and, its rate, by the task that sums up figures.
-#[repr(C, align(64))]
-#[derive(Debug)]
-pub struct SessionWords {
-    /// Counts up over all sessions; zero = no session. Stored last at the beginning, first at the
-    /// end.
-    pub(super) number: AtomicU64,
-    pub(super) started_ns: AtomicU64,
-    /// First block in the upper half, the number of blocks in the lower.
-    pub(super) blocks: AtomicU64,
-    /// Rows in the upper half, the largest length in the lower.
-    pub(super) shape: AtomicU64,
-    /// Tokens in the cache, per row.
-    pub(super) length: AtomicU64,
-    pub(super) steps: AtomicU64,
-    pub(super) last_step_ns: AtomicU64,
-    /// Tokens per 1000 seconds over the last seconds, per row.
-    pub(super) rate_milli: AtomicU64,
-}
-
-/// Single figures of netd. Rates of records are bits of `f64`.
+/// Bytes that one process replaces now and then, and that others read whole ([`super::sequenced`]).
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub struct FigureWords {
-    pub(super) minute_steps: AtomicU64,
-    pub(super) minute_tokens: AtomicU64,
-    /// How much of the last minute is known.
-    pub(super) minute_ns: AtomicU64,
-    /// Median and 99th percentile of each part, in nanoseconds.
-    pub(super) quantiles: [[AtomicU64; 2]; STEP_PARTS],
-    /// Rows of decode units in the last minute, and these units.
-    pub(super) minute_rows: AtomicU64,
-    pub(super) minute_units: AtomicU64,
-    pub(super) kv_tokens_total: AtomicU64,
-    pub(super) kv_waiting: AtomicU64,
-    pub(super) sessions_parked: AtomicU64,
-    pub(super) peers: AtomicU64,
-    pub(super) announced_state: AtomicU64,
-    pub(super) announced_blocks: AtomicU64,
-    pub(super) throughput: AtomicU64,
-    pub(super) inference_rps: AtomicU64,
-    pub(super) forward_rps: AtomicU64,
-    pub(super) network_rps: AtomicU64,
-    /// Blocks of the model, and when their servers were last read; zero = never.
-    pub(super) model_blocks: AtomicU64,
-    pub(super) covered_ns: AtomicU64,
-    _reserved: [AtomicU64; 7],
+pub struct Sequenced {
+    /// Even: the bytes are whole. Odd: they are being replaced.
+    pub(super) sequence: AtomicU64,
+    pub(super) len: AtomicU64,
+    _reserved: [AtomicU64; 14],
+    pub(super) words: [AtomicU64; FIGURES_BYTES / 8],
 }
 
-/// What netd alone has to tell.
-#[repr(C)]
-#[derive(Debug)]
-pub struct NetdPart {
-    pub(super) figures: FigureWords,
-    pub(super) sessions: [SessionWords; SESSION_ROWS],
-    /// Servers of a block in the upper half, the bits of their throughput as `f32` in the lower.
-    pub(super) coverage: [AtomicU64; COVERED_BLOCKS],
+impl Sequenced {
+    /// No bytes, outside any segment, for models and tests.
+    #[cfg(any(loom, test))]
+    pub(super) fn new() -> Sequenced {
+        Sequenced {
+            sequence: AtomicU64::new(0),
+            len: AtomicU64::new(0),
+            _reserved: std::array::from_fn(|_| AtomicU64::new(0)),
+            words: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
 }
 
 /// One child slot.
@@ -336,7 +287,7 @@ pub struct BoardLayout {
     pub(super) header: BoardHeader,
     pub(super) supervisor: SupervisorPart,
     pub(super) children: [ChildSlot; BOARD_SLOTS],
-    pub(super) netd: NetdPart,
+    pub(super) figures: Sequenced,
 }
 
 #[cfg(not(loom))]
@@ -357,15 +308,13 @@ mod pinned {
     const _: () = assert!(size_of::<RingPairLayout>() == 33664);
     const _: () = assert!(size_of::<BoardHeader>() == 128);
     const _: () = assert!(size_of::<SeatPart>() == 128);
-    const _: () = assert!(size_of::<ReportPart>() == 256);
+    const _: () = assert!(size_of::<ReportPart>() == 128);
     const _: () = assert!(size_of::<SupervisorPart>() == 256);
     const _: () = assert!(size_of::<WorkPart>() == 256);
-    const _: () = assert!(size_of::<SessionWords>() == 64);
-    const _: () = assert!(size_of::<FigureWords>() == 256);
-    const _: () = assert!(size_of::<NetdPart>() == 10496);
+    const _: () = assert!(size_of::<Sequenced>() == 65664);
     const _: () = assert!(offset_of!(BoardLayout, children) == 384);
-    const _: () = assert!(offset_of!(BoardLayout, netd) == 20864);
-    const _: () = assert!(size_of::<BoardLayout>() == 31360);
+    const _: () = assert!(offset_of!(BoardLayout, figures) == 16768);
+    const _: () = assert!(size_of::<BoardLayout>() == 82432);
     // A mapping starts at a page, so that no alignment in it may exceed the smallest page.
     const _: () =
         assert!(align_of::<RingPairLayout>() <= 4096 && align_of::<BoardLayout>() <= 4096);

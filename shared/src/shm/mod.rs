@@ -24,7 +24,8 @@
 //! `unsafe` is allowed in this folder and `shared::bootstrap` only; every use is behind a safe
 //! interface.
 //!
-//! Under `--cfg loom` only [`ring`], [`group`] and what they need is compiled, over loom's atomics.
+//! Under `--cfg loom` only [`ring`], [`group`], [`sequenced`] and what they need is compiled, over
+//! loom's atomics.
 #![allow(
     unsafe_code,
     reason = "mapping memory that other processes write is the purpose of this module"
@@ -33,6 +34,7 @@
 pub mod group;
 pub mod layout;
 pub mod ring;
+pub mod sequenced;
 mod sync;
 
 #[cfg(not(loom))]

@@ -42,7 +42,7 @@ impl Driver<'_> {
 
     /// Where this server is reached from this machine.
     pub(super) fn own_addresses(&self) -> Vec<String> {
-        let children = self.segments.board.view().snapshot().children;
+        let children = self.segments.board.view().children();
         let netd = children.into_iter().find(|child| child.role == Some(Role::Netd));
         let known = netd.and_then(|netd| netd.net_port.zip(netd.peer_id));
         let own = known.map_or_else(Vec::new, |(port, peer)| {

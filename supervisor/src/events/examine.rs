@@ -2,7 +2,6 @@
 //! processes, and tells the tree when no session is open.
 
 use shared::config::Device;
-use shared::control::Role;
 use tracing::info;
 
 use super::Driver;
@@ -33,9 +32,7 @@ impl Driver<'_> {
         if !self.tree.waits_for_idle() {
             return;
         }
-        let children = self.segments.board.view().snapshot().children;
-        let netd = children.into_iter().find(|child| child.role == Some(Role::Netd));
-        if netd.is_some_and(|netd| netd.sessions_open == 0) {
+        if self.segments.board.view().figures().is_some_and(|of| of.clients.sessions == 0) {
             self.pending.push_back(Event::Idle);
         }
     }

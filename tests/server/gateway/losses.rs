@@ -5,7 +5,7 @@ use nix::sys::signal::{Signal, kill};
 use super::*;
 use crate::harness::rank;
 
-/// Sessions that are open on a server.
+/// Sessions that were open on a server a second ago or later.
 fn sessions(sepal: &Sepal) -> u64 {
     let status = sepal.status();
     let open = status.pointer("/0/figures/sessions").and_then(Value::as_array);
@@ -22,6 +22,7 @@ fn a_caller_that_goes_away_frees_its_session() {
     let mut lines = BufReader::new(stream).lines();
     let piece = lines.find_map(|line| line.ok().filter(|line| line.starts_with("data: ")));
     assert!(piece.is_some());
+    wait_for("the session", || (sessions(&sepal) == 1).then_some(()));
     drop(lines);
     wait_for("no session", || (sessions(&sepal) == 0).then_some(()));
     wait_for("no text", || {
@@ -44,6 +45,7 @@ fn a_server_that_is_lost_within_a_stream_is_replaced_unseen() {
         text_of_both += chunk["choices"][0]["text"].as_str().unwrap_or("");
         pieces += 1;
         if pieces == 5 {
+            wait_for("the session", || (sessions(&first) + sessions(&second) == 1).then_some(()));
             let (serving, other) = match sessions(&first) {
                 0 => (&second, &first),
                 _ => (&first, &second),

@@ -75,7 +75,7 @@ async fn take_kv(
     kv: KvRequest,
     wait: Duration,
 ) -> Result<Lease, NoMemory> {
-    while service.resumption.figures().parked > 0 {
+    while service.resumption.parked() > 0 {
         let evicted = match service.kv.take(peer, kv.clone(), Duration::ZERO).await {
             Err(NoMemory::Immediately { .. }) => service.resumption.evict(None),
             Err(NoMemory::OverShare { .. }) => service.resumption.evict(Some(peer)),

@@ -1,8 +1,8 @@
 //! One step of a session: computed once, from whichever copy comes first.
 
 use bytes::Bytes;
+use shared::figures::{PushedStep, Trouble};
 use shared::job::WorkKind;
-use shared::shm::board::Trouble;
 use swarm::wire::messages::{Compression, ExpertResponse, Tensor};
 use swarm::wire::step_times::StepTimes;
 use tracing::debug;
@@ -13,7 +13,6 @@ use crate::rpc::compute::Arguments;
 use crate::rpc::request::StepMessage;
 use crate::rpc::{Failure, Service};
 use crate::sessions::session::Session;
-use crate::telemetry::PushedStep;
 use crate::workers::link::{JobFailure, JobTimes};
 
 /// Answers one step; `None` if it came before, or was pushed here and cannot be computed. Its

@@ -2,7 +2,7 @@
 //! own copy is dropped there.
 
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::keys;
 use swarm::wire::messages::*;

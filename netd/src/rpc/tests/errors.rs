@@ -8,7 +8,7 @@ use swarm::wire::messages::*;
 use swarm::wire::msgpack::{Limits, Value};
 use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 
 use super::rig::*;
 
@@ -104,7 +104,7 @@ async fn every_bad_step_has_its_text_and_disturbs_nobody() {
     assert_eq!(firsts(&answer), [7.0]);
     bystander.close().await;
     until(|| rig.service.open_sessions() == 0).await;
-    assert_eq!(rig.service.kv.figures().tokens_available, 65536);
+    assert_eq!(rig.service.kv.figures().tokens_free, 65536);
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use p2p::CallError;
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::keys;
 use swarm::wire::messages::*;
@@ -229,7 +229,7 @@ async fn a_peer_that_stops_reading_loses_its_session_and_nobody_else() {
     calm.close().await;
     skip(limit).await;
     until(|| rig.service.open_sessions() == 0).await;
-    until(|| rig.service.kv.figures().tokens_available == 65536).await;
+    until(|| rig.service.kv.figures().tokens_free == 65536).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
     assert_eq!(rig.service.troubles.of(Trouble::TimedOut), 1);
 }

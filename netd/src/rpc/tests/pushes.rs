@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use p2p::{P2p, RpcStream};
 use prost::Message;
-use shared::shm::board::Trouble;
+use shared::figures::{PushedStep, Trouble};
 use swarm::names;
 use swarm::wire::compression::encode;
 use swarm::wire::keys;
@@ -16,7 +16,6 @@ use swarm::wire::tensor::{WireDtype, raw_tensor};
 
 use super::errors::with_key;
 use super::rig::*;
-use crate::telemetry::PushedStep;
 
 /// Another server, and its standing stream.
 async fn standing(rig: &Rig) -> (P2p, RpcStream) {
@@ -40,7 +39,8 @@ async fn send_copy(rig: &Rig, session: &mut Client, message: &ExpertRequest) {
 }
 
 fn counts(rig: &Rig) -> [u64; PushedStep::ALL.len()] {
-    rig.service.telemetry.all_pushed()
+    let pushed = rig.service.telemetry.served().pushed;
+    PushedStep::ALL.map(|outcome| pushed[&outcome])
 }
 
 fn holding(request: &ExpertRequest, states: Tensor) -> ExpertRequest {

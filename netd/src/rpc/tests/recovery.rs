@@ -61,7 +61,7 @@ async fn sessions_go_on_over_many_kills_with_the_same_results() {
     }
     let rig = rig.read().await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 0);
-    until(|| rig.service.kv.figures().tokens_available == 65536).await;
+    until(|| rig.service.kv.figures().tokens_free == 65536).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -205,7 +205,7 @@ async fn what_an_unkillable_workers_jobs_name_stays_out_of_use() {
     assert!(session.answer().await.unwrap_err().contains("will not be restarted"));
     until(|| rig.service.open_sessions() == 0).await;
     assert_eq!(rig.service.workers.arena().slots_in_use(), 3);
-    assert_eq!(rig.service.kv.figures().tokens_available, 65536 - 128);
+    assert_eq!(rig.service.kv.figures().tokens_free, 65536 - 128);
     rig.memory().orders.paused.store(false, SeqCst);
 }
 

@@ -24,7 +24,7 @@ async fn a_session_remembers_its_tokens_and_gives_its_memory_back() {
     let answer = session.open(hidden(1, &[1.0, 2.0, 3.0]), 20).await.unwrap();
     assert_eq!((answer.size.as_slice(), answer.dtype.as_str()), ([1, 3, 64].as_slice(), "float32"));
     assert_eq!(firsts(&answer), [5.0, 7.0, 10.0]);
-    assert_eq!(rig.service.kv.figures().tokens_available, before.tokens_available - 20 * 4);
+    assert_eq!(rig.service.kv.figures().tokens_free, before.tokens_free - 20 * 4);
     for token in 4..=20u32 {
         let answer = session.step(hidden(1, &[token as f32]), Some(token - 1), None).await.unwrap();
         assert_eq!(firsts(&answer), [(token * (token + 1) / 2) as f32 + 4.0]);
@@ -297,7 +297,7 @@ async fn sixty_four_sessions_run_at_once_and_do_not_mix() {
         client.await.unwrap();
     }
     until(|| rig.service.open_sessions() == 0).await;
-    assert_eq!(rig.service.kv.figures().tokens_available, 65536);
+    assert_eq!(rig.service.kv.figures().tokens_free, 65536);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -312,10 +312,10 @@ async fn a_caller_that_goes_away_frees_its_session_when_its_job_ends() {
     until(|| rig.service.open_sessions() == 0).await;
     // The job still names pages and slots.
     assert_eq!(rig.service.workers.arena().slots_in_use(), 3);
-    assert_eq!(rig.service.kv.figures().tokens_available, 65536 - 120);
+    assert_eq!(rig.service.kv.figures().tokens_free, 65536 - 120);
     rig.memory().orders.paused.store(false, std::sync::atomic::Ordering::SeqCst);
     until(|| rig.service.workers.arena().slots_in_use() == 0).await;
-    assert_eq!(rig.service.kv.figures().tokens_available, 65536);
+    assert_eq!(rig.service.kv.figures().tokens_free, 65536);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -69,9 +69,9 @@ async fn a_waiter_gets_what_a_dropped_lease_held() {
     }
     drop(held);
     let lease = waiter.await.unwrap().unwrap();
-    assert_eq!(memory.figures().tokens_available, 524);
+    assert_eq!(memory.figures().tokens_free, 524);
     drop(lease);
-    assert_eq!(memory.figures().tokens_available, 1024);
+    assert_eq!(memory.figures().tokens_free, 1024);
 }
 
 #[tokio::test(start_paused = true)]
@@ -104,9 +104,9 @@ async fn a_cancelled_waiter_leaves_nothing_behind() {
     }
     waiter.abort();
     assert!(waiter.await.unwrap_err().is_cancelled());
-    assert_eq!((memory.figures().waiting, memory.waits().count), (0, 1));
+    assert_eq!((memory.figures().waiting, memory.figures().waits), (0, 1));
     drop(held);
-    assert_eq!(memory.figures().tokens_available, 1024);
+    assert_eq!(memory.figures().tokens_free, 1024);
 }
 
 #[tokio::test(start_paused = true)]
@@ -125,10 +125,10 @@ async fn one_that_waits_is_granted_nothing_while_memory_is_short() {
     drop(held);
     assert_eq!(hasty.await.unwrap().unwrap_err(), NoMemory::Pressure);
     assert_eq!(memory.figures().waiting, 1);
-    assert_eq!(memory.figures().tokens_available, 1024);
+    assert_eq!(memory.figures().tokens_free, 1024);
     memory.close(false);
     let lease = waiter.await.unwrap().unwrap();
-    assert_eq!(memory.figures().tokens_available, 524);
-    assert_eq!(memory.waits().count, 2);
+    assert_eq!(memory.figures().tokens_free, 524);
+    assert_eq!(memory.figures().waits, 2);
     drop(lease);
 }

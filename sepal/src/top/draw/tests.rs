@@ -4,11 +4,12 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
-use supervisor::instance::LiveInstance;
-use supervisor::report::figures::{
-    AnnouncedReport, BatchReport, CoverageReport, DeviceReport, KvReport, LatencyReport,
-    MinuteReport,
+use shared::figures::server::DeviceFigures;
+use shared::figures::{
+    AnnouncedFigures, Announcement, Coverage, KvFigures, Latency, Minute, StepPart,
 };
+use supervisor::instance::LiveInstance;
+use supervisor::report::figures::BatchReport;
 
 use super::*;
 
@@ -37,7 +38,7 @@ fn report() -> InstanceReport {
             BatchReport { up_to: Some(1), units: 3 },
             BatchReport { up_to: Some(4), units: 9 },
         ],
-        device_figures: Some(DeviceReport {
+        device_figures: Some(DeviceFigures {
             memory_used: Some(70 << 30),
             memory_total: Some(140 << 30),
             celsius: Some(61),
@@ -45,9 +46,8 @@ fn report() -> InstanceReport {
         }),
         ..ChildReport::default()
     };
-    let latency =
-        |part: &str, p50_ms| LatencyReport { part: part.into(), p50_ms, p99_ms: 2.0 * p50_ms };
-    let session = |number| SessionReport {
+    let latency = |part: StepPart, p50_ms| Latency { part, p50_ms, p99_ms: 2.0 * p50_ms };
+    let session = |number| SessionFigures {
         number,
         span: "4:8".into(),
         rows: 1,
@@ -59,28 +59,36 @@ fn report() -> InstanceReport {
         tokens_per_s: 12.5,
     };
     let figures = Figures {
-        minute: MinuteReport {
+        minute: Minute {
             seconds: 60.0,
             steps: 600,
             steps_per_s: 10.0,
             tokens_per_s: 11.5,
             mean_batch: 3.2,
-            latency: [("total", 9.0), ("network", 1.0), ("queue", 2.0), ("compute", 6.0)]
+            latency: StepPart::ALL
+                .into_iter()
+                .zip([9.0, 1.0, 2.0, 6.0])
                 .map(|(part, ms)| latency(part, ms))
-                .into(),
+                .collect(),
         },
         sessions: (1..=40).map(session).collect(),
-        kv: KvReport { tokens_total: 65536, tokens_free: 32768, waiting: 1, parked: 2 },
+        kv: KvFigures {
+            tokens_total: 65536,
+            tokens_free: 32768,
+            waiting: 1,
+            parked: 2,
+            ..KvFigures::default()
+        },
         peers: 17,
-        announced: AnnouncedReport {
-            state: "online".into(),
+        announced: AnnouncedFigures {
+            state: Announcement::Online,
             span: Some("4:8".into()),
             throughput: 120.0,
-            ..AnnouncedReport::default()
+            ..AnnouncedFigures::default()
         },
-        coverage: Some(CoverageReport {
+        coverage: Some(Coverage {
             age_s: 12.0,
-            blocks: (0..80).map(|n| BlockReport { servers: n % 12, throughput: 1.0 }).collect(),
+            blocks: (0..80).map(|n| BlockCoverage { servers: n % 12, throughput: 1.0 }).collect(),
         }),
         ..Figures::default()
     };
@@ -206,7 +214,7 @@ fn any_size_and_any_text_can_be_drawn() {
     odd.figures.announced.span = Some("9:x".to_owned());
     odd.figures.minute.steps_per_s = f64::NAN;
     if let Some(coverage) = &mut odd.figures.coverage {
-        coverage.blocks = vec![BlockReport { servers: u32::MAX, throughput: f32::INFINITY }; 256];
+        coverage.blocks = vec![BlockCoverage { servers: u32::MAX, throughput: f32::INFINITY }; 256];
     }
     let mut view = view(odd);
     for (width, height) in [(1, 1), (2, 24), (80, 3), (80, 24), (200, 60), (300, 2)] {

@@ -1,8 +1,9 @@
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use super::super::layout::{COVERED_BLOCKS, SESSION_ROWS, STEP_PARTS};
 use super::*;
+use crate::figures::server::{DeviceFigures, Micros, WorkFigures};
+use crate::figures::{Figures, MAX_SESSIONS, SessionFigures};
 use crate::job::WorkKind;
 
 const WORKER: Occupant = Occupant {
@@ -11,9 +12,6 @@ const WORKER: Occupant = Occupant {
     worker: Some(WorkerId { group: GroupId(1), rank: Rank(2), world_size: WorldSize(4) }),
 };
 const NETD: Occupant = Occupant { role: Role::Netd, generation: Generation(1), worker: None };
-
-const SESSION: SessionShape =
-    SessionShape { number: 7, first_block: 4, blocks: 8, rows: 2, max_length: 128 };
 
 fn writer(board: &Board, slot: u32, generation: u32) -> Result<BoardWriter, BoardError> {
     let seat = BoardSeat { slot, heartbeat: Duration::from_millis(100) };
@@ -32,18 +30,20 @@ fn what_supervisor_and_children_write_everybody_reads() {
     netd.enter(Phase::Reactor, Duration::from_secs(1));
     netd.set_peer_id("12D3KooWExampleExampleExampleExampleExampleExampleEx").unwrap();
     netd.set_net_port(31330);
-    netd.set_sessions_open(7);
-    netd.set_kv_tokens_free(4096);
-    netd.set_troubles([0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
     let worker = writer(&board, 5, 3).unwrap();
     let before = monotonic_ns();
     worker.enter(Phase::Unit, Duration::from_millis(1500));
     worker.progress();
-    worker.job_done(WorkKind::Decode, 1, 10, 200);
-    worker.job_done(WorkKind::Prefill, 8, 20, 300);
+    worker.job_done(WorkKind::Decode, 1, 10_000, 200_000);
+    worker.job_done(WorkKind::Prefill, 8, 20_000, 300_000);
     worker.decoded(1);
     worker.decoded(65);
-    let device = DeviceFigures { memory: Some((3, 4)), celsius: Some(0), milliwatts: None };
+    let device = DeviceFigures {
+        memory_used: Some(3),
+        memory_total: Some(4),
+        celsius: Some(0),
+        watts: Some(240.5),
+    };
     worker.set_device(&device);
 
     let snapshot = BoardView::open(board.try_clone().unwrap()).unwrap().snapshot();
@@ -56,22 +56,18 @@ fn what_supervisor_and_children_write_everybody_reads() {
         netd.peer_id.as_deref(),
         Some("12D3KooWExampleExampleExampleExampleExampleExampleEx")
     );
-    assert_eq!((netd.net_port, netd.sessions_open, netd.kv_tokens_free), (Some(31330), 7, 4096));
+    assert_eq!(netd.net_port, Some(31330));
     assert_eq!((netd.state, netd.phase), (ChildState::Starting, Phase::Reactor));
-    assert_eq!(netd.troubles, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
-    assert_eq!(worker.troubles, [0; 10]);
     assert_eq!((worker.slot, worker.generation, worker.pid), (5, Generation(3), 4321));
     assert_eq!((worker.worker, worker.span), (WORKER.worker, Span::new(4, 12).ok()));
     assert_eq!((worker.state, worker.phase, worker.progress), (ChildState::Ready, Phase::Unit, 2));
     assert_eq!(worker.phase_limit, Duration::from_millis(1500));
     assert!((before..=monotonic_ns()).contains(&worker.phase_started_ns));
-    let all = worker.work.all();
-    assert_eq!(
-        (all.jobs, all.tokens, all.queued.as_nanos(), all.computed.as_nanos()),
-        (2, 9, 30, 500)
-    );
-    assert_eq!(worker.work.kinds[WorkKind::Prefill as usize].tokens, 8);
-    assert_eq!((worker.work.batches, worker.work.batch_rows), ([1, 0, 0, 0, 0, 0, 0, 1], 66));
+    let all = WorkFigures { jobs: 2, tokens: 9, queued_us: Micros(30), computed_us: Micros(500) };
+    assert_eq!(worker.work.all(), all);
+    assert_eq!(worker.work.kinds[&WorkKind::Prefill].tokens, 8);
+    let batches = worker.work.batches.unwrap();
+    assert_eq!((batches.units, batches.rows), ([1, 0, 0, 0, 0, 0, 0, 1], 66));
     assert_eq!(worker.work.device, device);
 }
 
@@ -85,9 +81,7 @@ fn a_new_occupant_starts_from_nothing() {
     seat.enter(Phase::Reactor, Duration::from_secs(1));
     seat.job_done(WorkKind::Decode, 1, 1, 1);
     seat.decoded(1);
-    seat.open_session(0, &SESSION);
-    seat.set_figures(&NetdFigures { peers: 3, ..NetdFigures::default() });
-    seat.set_coverage(&[BlockCoverage::default(); 3]);
+    seat.set_figures(&Figures { peers: 3, ..Figures::default() }).unwrap();
     seat.set_peer_id("peer").unwrap();
     seat.set_net_port(1);
 
@@ -95,11 +89,11 @@ fn a_new_occupant_starts_from_nothing() {
 
     let child = board.view().child_snapshot(1).unwrap();
     assert_eq!((child.generation, child.pid, child.span), (Generation(2), 0, None));
-    assert_eq!(
-        (child.phase, child.progress, child.work),
-        (Phase::Idle, 0, WorkSnapshot::default())
-    );
-    assert_eq!(board.view().netd(), NetdSnapshot::default());
+    assert_eq!((child.phase, child.progress), (Phase::Idle, 0));
+    assert_eq!(child.work.all(), WorkFigures::default());
+    assert_eq!(child.work.batches.unwrap().all_units(), 0);
+    assert_eq!(child.work.device, DeviceFigures::default());
+    assert_eq!(board.view().figures(), None);
     assert_eq!((child.peer_id, child.net_port), (None, None));
     board.vacate(1).unwrap();
     assert_eq!(board.view().child_snapshot(1), None);
@@ -148,20 +142,8 @@ fn any_bytes_on_the_board_can_be_read() {
             &report.phase_limit_ms,
         ];
         let text = report.peer_id.words.iter().chain([&report.peer_id.len]);
-        let netd = &board.view.layout().netd;
-        let figures = &netd.figures;
-        let figures = [
-            &figures.announced_state,
-            &figures.announced_blocks,
-            &figures.throughput,
-            &figures.model_blocks,
-            &figures.covered_ns,
-            &child.work.kelvin,
-        ];
-        let session = &netd.sessions[3];
-        let session = [&session.number, &session.started_ns, &session.blocks, &session.length];
-        let netd = figures.into_iter().chain(session).chain(&netd.coverage);
-        for word in words.into_iter().chain(rest).chain(text).chain(netd) {
+        let work = [&child.work.kelvin, &child.work.kinds[0].jobs, &child.work.batches[0]];
+        for word in words.into_iter().chain(rest).chain(text).chain(work) {
             word.store(filler, Ordering::Relaxed);
         }
 
@@ -172,9 +154,6 @@ fn any_bytes_on_the_board_can_be_read() {
             (None, Phase::Unknown, ChildState::Unknown)
         );
         assert_eq!((snapshot.span, snapshot.peer_id), (None, None));
-        let netd = board.view().netd();
-        assert_eq!((netd.sessions.len(), netd.figures.announced.state), (1, Announcement::Nothing));
-        assert!(netd.figures.announced.throughput.is_finite());
     }
 }
 
@@ -211,45 +190,69 @@ fn a_snapshot_never_mixes_generations() {
     assert_eq!(board.view().child_snapshot(0).unwrap().generation, Generation(GENERATIONS));
 }
 
-#[test]
-fn sessions_figures_and_the_swarm_are_read_as_netd_shows_them() {
+/// A board whose netd shows that it has so many peers.
+fn board_of_netd(peers: u64) -> (Board, BoardWriter) {
     let board = Board::create("demo", 0).unwrap();
     board.assign(0, &NETD).unwrap();
     let netd = writer(&board, 0, 1).unwrap();
-    netd.open_session(SESSION_ROWS - 1, &SESSION);
-    netd.stepped(SESSION_ROWS - 1, 9, 2);
-    netd.set_rate(SESSION_ROWS - 1, 1500);
-    netd.open_session(0, &SessionShape { number: 8, ..SESSION });
-    // There is no such row: nothing happens.
-    netd.open_session(SESSION_ROWS, &SESSION);
-    let quantiles = Quantiles { p50: Duration::from_millis(3), p99: Duration::from_millis(5) };
-    let announced = Announced {
-        state: Announcement::Online,
-        span: Span::new(4, 12).ok(),
-        throughput: 12.5,
-        ..Announced::default()
-    };
-    let minute = Minute { steps: 5, quantiles: [quantiles; STEP_PARTS], ..Minute::default() };
-    let figures = NetdFigures { minute, announced, peers: 3, ..NetdFigures::default() };
-    netd.set_figures(&figures);
-    netd.set_coverage(&[BlockCoverage { servers: 2, throughput: 1.5 }; 300]);
+    netd.set_figures(&Figures { peers, ..Figures::default() }).unwrap();
+    (board, netd)
+}
+
+#[test]
+fn figures_are_read_as_netd_shows_them_while_it_runs() {
+    let (board, netd) = board_of_netd(3);
     assert_eq!(netd.viewed_ago(), None);
     board.viewed();
     assert!(netd.viewed_ago().is_some());
+    assert_eq!(board.view().figures().unwrap().peers, 3);
+    for state in [ChildState::Ready, ChildState::Draining] {
+        board.set_state(0, state).unwrap();
+        assert_eq!(board.view().snapshot().figures.peers, 3, "{state:?}");
+    }
+    for state in [ChildState::Unset, ChildState::Backoff, ChildState::Held, ChildState::Gone] {
+        board.set_state(0, state).unwrap();
+        assert_eq!(board.view().snapshot().figures, Figures::default(), "{state:?}");
+    }
+    board.set_state(0, ChildState::Ready).unwrap();
+    board.vacate(0).unwrap();
+    assert_eq!(board.view().figures(), None);
+    // A worker that shows some is no netd.
+    board.assign(0, &WORKER).unwrap();
+    assert_eq!(board.view().figures(), None);
+}
 
-    let shown = board.view().netd();
+#[test]
+fn figures_that_cannot_be_read_are_those_before_of_the_same_netd() {
+    let (board, netd) = board_of_netd(3);
+    assert_eq!(board.view().figures().unwrap().peers, 3);
+    let figures = &board.view().layout().figures;
+    let session = SessionFigures::default();
+    let many = Figures { sessions: vec![session; MAX_SESSIONS + 1], ..Figures::default() };
+    for bad in [b"{\"peers\": -1}".to_vec(), b"[".repeat(60_000), vec![0xff; 99], many.encode()] {
+        figures.write(&bad).unwrap();
+        assert_eq!(board.view().figures().unwrap().peers, 3);
+    }
+    // It died, or was stopped, while it wrote.
+    figures.sequence.store(7, Ordering::Relaxed);
+    assert_eq!(board.view().figures().unwrap().peers, 3);
+    netd.set_figures(&Figures { peers: 5, ..Figures::default() }).unwrap();
+    assert_eq!(board.view().figures().unwrap().peers, 5);
+    // The next netd has not shown any.
+    figures.sequence.store(9, Ordering::Relaxed);
+    board.assign(0, &Occupant { generation: Generation(2), ..NETD }).unwrap();
+    assert_eq!(board.view().figures(), None);
+}
 
-    assert_eq!(shown.figures, figures);
-    let [old, new] = shown.sessions[..] else { panic!("{:?}", shown.sessions) };
-    assert_eq!((old.shape, old.length, old.steps, old.rate_milli), (SESSION, 9, 2, 1500));
-    assert_eq!((new.shape.number, new.length), (8, 0));
-    assert_eq!(
-        shown.coverage.blocks,
-        [BlockCoverage { servers: 2, throughput: 1.5 }; COVERED_BLOCKS]
-    );
-    netd.close_session(0);
-    netd.close_session(SESSION_ROWS - 1);
-    assert_eq!(board.view().netd().sessions, []);
+#[test]
+fn what_netd_cannot_know_the_supervisor_tells() {
+    let (board, netd) = board_of_netd(3);
+    let lies = Some("http://elsewhere/".to_owned());
+    let restarts = board.view().restarts();
+    assert_eq!(restarts.len(), 24);
+    let figures = Figures { metrics: lies.clone(), web: lies, restarts, ..Figures::default() };
+    netd.set_figures(&figures).unwrap();
+    assert_eq!(board.view().snapshot().figures, Figures::default());
 }
 
 #[test]
@@ -259,37 +262,15 @@ fn restarts_are_counted_by_role_and_reason_over_all_children() {
     board.count_restart(Role::Worker, RestartReason::Signal);
     board.count_restart(Role::Netd, RestartReason::Hang);
     board.assign(5, &WORKER).unwrap();
-    let restarts = board.view().snapshot().restarts;
-    assert_eq!(restarts.of(Role::Worker, RestartReason::Signal), 2);
-    assert_eq!(restarts.of(Role::Netd, RestartReason::Hang), 1);
-    assert_eq!(restarts.of(Role::Netd, RestartReason::Signal), 0);
-}
-
-#[test]
-fn a_session_row_never_mixes_two_sessions() {
-    const SESSIONS: u32 = 5_000;
-    let board = Board::create("demo", 0).unwrap();
-    board.assign(0, &NETD).unwrap();
-    let netd = writer(&board, 0, 1).unwrap();
-    let done = AtomicBool::new(false);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                for session in board.view().netd().sessions {
-                    let shape = session.shape;
-                    assert_eq!(
-                        (u64::from(shape.rows), u64::from(shape.blocks)),
-                        (shape.number, shape.number)
-                    );
-                }
-            }
-        });
-        for number in 1..=SESSIONS {
-            netd.open_session(
-                0,
-                &SessionShape { number: number.into(), rows: number, blocks: number, ..SESSION },
-            );
-        }
-        done.store(true, std::sync::atomic::Ordering::Relaxed);
-    });
+    let of = |role: &str, reason: &str| {
+        let all = board.view().restarts();
+        all.into_iter().find(|of| of.role == role && of.reason == reason).unwrap().count
+    };
+    let [worker, netd] = [Role::Worker.name(), Role::Netd.name()];
+    assert_eq!((of(worker, "signal"), of(netd, "hang"), of(netd, "signal")), (2, 1, 0));
+    let shown = board.view().snapshot().figures.restarts;
+    assert_eq!(shown.iter().map(|of| of.count).collect::<Vec<_>>(), [1, 2]);
+    let figures = board.view().server_figures();
+    assert_eq!(figures.restarts.len(), 24);
+    assert!(figures.workers.contains_key(&WORKER.worker.unwrap()));
 }

@@ -1,11 +1,15 @@
 //! What readers see of the board.
 
+use super::figures::LastFigures;
 use super::*;
+use crate::figures::Figures;
+use crate::figures::server::{RestartCount, ServerFigures, Version, WorkerFigures};
 
 /// The board as anybody may read it.
 #[derive(Debug)]
 pub struct BoardView {
     pub(super) segment: SmallSegment,
+    pub(super) last: LastFigures,
 }
 
 /// All of the board at about one time.
@@ -19,26 +23,12 @@ pub struct BoardSnapshot {
     pub started_unix_s: u64,
     /// The seats that are taken.
     pub children: Vec<ChildSnapshot>,
-    /// Restarts by role and reason.
-    pub restarts: Restarts,
-    /// What netd alone tells.
-    pub netd: NetdSnapshot,
-}
-
-/// Restarts since the supervisor started, by role and reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Restarts([[u64; RESTART_REASONS]; ROLES]);
-
-impl Restarts {
-    /// How often a child of this role was started again for this reason.
-    pub fn of(&self, role: Role, reason: RestartReason) -> u64 {
-        let row = self.0.get(role_index(role));
-        row.and_then(|row| row.get(reason as usize)).copied().unwrap_or(0)
-    }
+    /// What netd shows while it runs, and restarts.
+    pub figures: Figures,
 }
 
 /// One child at about one time.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ChildSnapshot {
     pub slot: u32,
     /// How often it was started.
@@ -61,13 +51,7 @@ pub struct ChildSnapshot {
     /// How long the progress counter may stand still in a phase of the start; zero = for ever.
     pub phase_limit: Duration,
     /// What it computed (workers).
-    pub work: WorkSnapshot,
-    /// Sessions open (netd).
-    pub sessions_open: u64,
-    /// Tokens of KV cache not leased (netd).
-    pub kv_tokens_free: u64,
-    /// Requests that were not served as asked, by [`Trouble`] (netd).
-    pub troubles: [u64; TROUBLES],
+    pub work: WorkerFigures,
     /// Port of the swarm (netd).
     pub net_port: Option<u16>,
     /// PeerID in base58 (netd).
@@ -84,9 +68,13 @@ impl BoardView {
         BoardView::checked(SmallSegment::open(BOARD_NAME, fd, BOARD_BYTES)?)
     }
 
+    pub(super) fn of(segment: SmallSegment) -> BoardView {
+        BoardView { segment, last: LastFigures::default() }
+    }
+
     /// The view of a board in this segment, which was made earlier.
     pub(super) fn checked(segment: SmallSegment) -> Result<BoardView, BoardError> {
-        let view = BoardView { segment };
+        let view = BoardView::of(segment);
         let header = &view.layout().header;
         // SYNC POINT board.magic: after this load the header is visible; pairs with the store in
         // Board::create().
@@ -101,26 +89,60 @@ impl BoardView {
     /// Everything on the board.
     pub fn snapshot(&self) -> BoardSnapshot {
         let header = &self.layout().header;
-        let slots = 0..u32::try_from(BOARD_SLOTS).expect("a board has few slots");
+        let children = self.children();
+        let restarts = self.restarts().into_iter().filter(|of| of.count > 0).collect();
+        let shown = self.figures_of(&children).unwrap_or_default();
         BoardSnapshot {
             instance: header.instance.text().unwrap_or_default(),
             supervisor_pid: narrow(header.supervisor_pid.load(Ordering::Relaxed)),
             started_unix_s: header.started_unix_s.load(Ordering::Relaxed),
-            children: slots.filter_map(|slot| self.child_snapshot(slot)).collect(),
-            restarts: self.restarts(),
-            netd: NetdSnapshot::of(&self.layout().netd),
+            figures: Figures { restarts, metrics: None, web: None, ..shown },
+            children,
         }
     }
 
-    /// What netd alone tells.
-    pub fn netd(&self) -> NetdSnapshot {
-        NetdSnapshot::of(&self.layout().netd)
+    /// The seats that are taken.
+    pub fn children(&self) -> Vec<ChildSnapshot> {
+        let slots = 0..u32::try_from(BOARD_SLOTS).expect("a board has few slots");
+        slots.filter_map(|slot| self.child_snapshot(slot)).collect()
     }
 
-    /// Restarts by role and reason.
-    pub fn restarts(&self) -> Restarts {
+    /// What netd shows while it runs; `None` while it does not, or has not shown anything yet.
+    pub fn figures(&self) -> Option<Figures> {
+        self.figures_of(&self.children())
+    }
+
+    /// What supervisor and workers count.
+    pub fn server_figures(&self) -> ServerFigures {
+        let worker = |child: ChildSnapshot| {
+            let id = child.worker.filter(|_| child.role == Some(Role::Worker))?;
+            // Rank 0 of a group speaks for all of its ranks.
+            let batches = child.work.batches.filter(|_| id.rank == Rank(0));
+            let ready = child.state == ChildState::Ready;
+            Some((id, WorkerFigures { ready, batches, ..child.work }))
+        };
+        ServerFigures {
+            started_unix_s: self.layout().header.started_unix_s.load(Ordering::Relaxed),
+            build: Version,
+            restarts: self.restarts(),
+            workers: self.children().into_iter().filter_map(worker).collect(),
+        }
+    }
+
+    /// Restarts by role and reason, those included that did not happen.
+    pub fn restarts(&self) -> Vec<RestartCount> {
         let counts = &self.layout().supervisor.restarts;
-        Restarts(counts.each_ref().map(|row| row.each_ref().map(|n| n.load(Ordering::Relaxed))))
+        let roles = [Role::Netd, Role::Worker, Role::Prepare].into_iter().zip(counts);
+        let count = |role: Role, reason: RestartReason, count: &AtomicU64| RestartCount {
+            role: role.name().to_owned(),
+            reason: reason.name().to_owned(),
+            count: count.load(Ordering::Relaxed),
+        };
+        let of_role = |(role, row): (Role, &'_ [AtomicU64; RestartReason::ALL.len()])| {
+            let reasons = RestartReason::ALL.into_iter().zip(row);
+            reasons.map(|(reason, word)| count(role, reason, word)).collect::<Vec<_>>()
+        };
+        roles.flat_map(of_role).collect()
     }
 
     /// The child at `slot`; `None` for a vacant seat, one that is being taken right now, and a slot
@@ -180,10 +202,7 @@ fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
         progress: load(&report.progress),
         phase_started_ns: load(&report.phase_started_ns),
         phase_limit: Duration::from_millis(load(&report.phase_limit_ms)),
-        work: WorkSnapshot::of(&child.work),
-        sessions_open: load(&report.sessions_open),
-        kv_tokens_free: load(&report.kv_tokens_free),
-        troubles: report.troubles.each_ref().map(load),
+        work: child.work.figures(),
         net_port: u16::try_from(load(&report.net_port)).ok().filter(|&port| port > 0),
         peer_id: report.peer_id.text(),
     }
@@ -197,11 +216,6 @@ fn role_from_word(word: u64) -> Option<Role> {
 /// build.
 pub(super) fn narrow(word: u64) -> u32 {
     u32::try_from(word).unwrap_or(u32::MAX)
-}
-
-/// The upper and the lower half of a word.
-pub(super) fn split(word: u64) -> (u32, u32) {
-    (narrow(word >> 32), narrow(word & u64::from(u32::MAX)))
 }
 
 fn narrow_u16(word: u64) -> u16 {

@@ -1,7 +1,6 @@
 //! What the words of the board mean.
 
-use super::super::layout::{RESTART_REASONS, STEP_PARTS};
-use super::TROUBLES;
+use super::super::layout::RESTART_REASONS;
 
 /// Declares the words of one kind, each with its value and its name in reports.
 macro_rules! words {
@@ -94,50 +93,6 @@ impl Phase {
 }
 
 words! {
-    /// Why requests of peers were not served as asked, as netd counts it.
-    enum Trouble: usize {
-        /// A block, an adapter or an RPC that is not served here.
-        NotServed = 0, "not_served";
-        /// It makes no sense: bytes, metadata, shapes or values.
-        Malformed = 1, "malformed";
-        /// It is over a limit: tokens, rows, length, bytes.
-        TooLarge = 2, "too_large";
-        /// There is no KV cache for it.
-        NoMemory = 3, "no_memory";
-        /// It, or the silence between two of its messages, took too long.
-        TimedOut = 4, "timed_out";
-        /// Its caller went away before the answer, or took none of it.
-        Abandoned = 5, "abandoned";
-        /// A step pushed by another server that belongs to no session here, or cannot be its next.
-        Push = 6, "push";
-        /// It failed on this side.
-        Failed = 7, "failed";
-        /// A record of the DHT that holds nonsense, or is of a clock that is far off, or is over the
-        /// bounds of the store: dropped.
-        BadRecord = 8, "bad_record";
-        /// Its peer holds as much KV cache as it may while others want some.
-        OverShare = 9, "over_share";
-    }
-}
-
-const _: () = assert!(Trouble::ALL.len() == TROUBLES, "the board has a word for each");
-
-words! {
-    /// Parts of the time that a step spends in the server.
-    enum StepPart: usize {
-        /// From the last byte of the request until the answer is ready to be sent.
-        Total = 0, "total";
-        /// What of that netd spends on the messages: reading and converting the request, handing
-        /// the job over, converting and writing the answer. Total less the two below.
-        Network = 1, "network";
-        /// Waiting in the workers.
-        Queue = 2, "queue";
-        /// Being computed.
-        Compute = 3, "compute";
-    }
-}
-
-words! {
     /// Why a child was started again.
     enum RestartReason: usize {
         /// Somebody outside sent it a signal.
@@ -158,31 +113,4 @@ words! {
     }
 }
 
-words! {
-    /// What the server tells the swarm of itself.
-    enum Announcement: u64 {
-        /// Nothing.
-        Nothing = 0, "nothing";
-        /// It will serve soon.
-        Joining = 1, "joining";
-        /// Clients can come.
-        Online = 2, "online";
-        Offline = 3, "offline";
-    }
-}
-
-#[expect(clippy::derivable_impls, reason = "the macro passes no attributes of words on")]
-impl Default for Announcement {
-    fn default() -> Announcement {
-        Announcement::Nothing
-    }
-}
-
-impl Announcement {
-    pub(super) fn from_word(word: u64) -> Announcement {
-        Self::ALL.into_iter().find(|&state| state as u64 == word).unwrap_or(Announcement::Nothing)
-    }
-}
-
-const _: () = assert!(StepPart::ALL.len() == STEP_PARTS, "the board has words for each");
 const _: () = assert!(RestartReason::ALL.len() == RESTART_REASONS, "the board has words for each");

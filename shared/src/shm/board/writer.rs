@@ -60,23 +60,6 @@ impl BoardWriter {
         add(&self.report().progress, 1);
     }
 
-    /// Shows the number of open sessions.
-    pub fn set_sessions_open(&self, sessions: u64) {
-        self.report().sessions_open.store(sessions, Ordering::Relaxed);
-    }
-
-    /// Shows the tokens of KV cache that are not leased.
-    pub fn set_kv_tokens_free(&self, tokens: u64) {
-        self.report().kv_tokens_free.store(tokens, Ordering::Relaxed);
-    }
-
-    /// Shows how many requests were not served as asked, by [`Trouble`].
-    pub fn set_troubles(&self, counts: [u64; TROUBLES]) {
-        for (word, count) in self.report().troubles.iter().zip(counts) {
-            word.store(count, Ordering::Relaxed);
-        }
-    }
-
     /// Shows the port of the swarm.
     pub fn set_net_port(&self, port: u16) {
         self.report().net_port.store(port.into(), Ordering::Relaxed);
@@ -111,12 +94,10 @@ impl ReportPart {
             &self.progress,
             &self.phase_started_ns,
             &self.phase_limit_ms,
-            &self.sessions_open,
-            &self.kv_tokens_free,
             &self.net_port,
             &self.peer_id.len,
         ];
-        for word in words.into_iter().chain(&self.troubles) {
+        for word in words {
             word.store(0, Ordering::Relaxed);
         }
     }

@@ -1,0 +1,111 @@
+//! The figures of netd: it writes them, and the supervisor reads them.
+//!
+//! netd is less trusted than the supervisor. So the bytes are bounded before they are copied, are
+//! decoded as something that anybody may have written, and nothing is decided from them that could lose
+//! data. While they cannot be read, the last figures of the same netd stand for them; those of a netd
+//! that has ended are not shown.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tracing::warn;
+
+use super::super::sequenced::{DoNotFit, Unreadable};
+use super::super::sync::Ordering;
+use super::view::ChildSnapshot;
+use super::{BoardView, BoardWriter, ChildState};
+use crate::clock::monotonic_ns;
+use crate::control::Role;
+use crate::figures::{Figures, FiguresError};
+use crate::ids::Generation;
+
+/// Why the board has no figures of the netd that runs.
+#[derive(Debug, thiserror::Error)]
+enum NoFigures {
+    #[error("cannot read the figures of netd from the board")]
+    Unreadable(#[from] Unreadable),
+    #[error(transparent)]
+    Malformed(#[from] FiguresError),
+}
+
+/// The last figures that could be read.
+#[derive(Debug, Default)]
+pub(super) struct LastFigures(Mutex<Last>);
+
+#[derive(Debug, Default)]
+struct Last {
+    /// Of the netd that wrote them.
+    generation: Generation,
+    figures: Option<Figures>,
+    /// Whether what came after them could not be read, which is said once.
+    is_failing: bool,
+}
+
+impl BoardView {
+    /// What netd shows, if one of these children is a netd that runs.
+    pub(super) fn figures_of(&self, children: &[ChildSnapshot]) -> Option<Figures> {
+        let is_netd = |child: &&ChildSnapshot| child.role == Some(Role::Netd);
+        let netd = children.iter().find(is_netd).filter(|netd| netd.state.is_running())?;
+        self.last.update(netd.generation, self.read_figures())
+    }
+
+    fn read_figures(&self) -> Result<Option<Figures>, NoFigures> {
+        let bytes = self.layout().figures.read()?;
+        match bytes.is_empty() {
+            true => Ok(None),
+            false => Ok(Some(Figures::decode(&bytes)?)),
+        }
+    }
+}
+
+impl LastFigures {
+    /// The figures of the netd of this generation, after this came of reading them.
+    fn update(
+        &self,
+        generation: Generation,
+        read: Result<Option<Figures>, NoFigures>,
+    ) -> Option<Figures> {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.generation != generation {
+            *last = Last { generation, ..Last::default() };
+        }
+        match read {
+            Ok(figures) => {
+                last.figures = figures;
+                last.is_failing = false;
+            }
+            // A process that is stopped while it writes is no fault.
+            Err(NoFigures::Unreadable(Unreadable::Busy)) => {}
+            Err(error) => {
+                if !std::mem::replace(&mut last.is_failing, true) {
+                    let error = crate::causes::with_causes(&error);
+                    warn!(error, "showing the figures that netd wrote before");
+                }
+            }
+        }
+        last.figures.clone()
+    }
+}
+
+impl ChildState {
+    /// Whether the child of a seat in this state has a process that works.
+    fn is_running(self) -> bool {
+        matches!(self, ChildState::Starting | ChildState::Ready | ChildState::Draining)
+    }
+}
+
+impl BoardWriter {
+    /// Shows figures; netd alone may call this, on one thread at a time.
+    ///
+    /// # Errors
+    /// Those before stay if these do not fit.
+    pub fn set_figures(&self, figures: &Figures) -> Result<(), DoNotFit> {
+        self.view().layout().figures.write(&figures.encode())
+    }
+
+    /// How long ago a person asked how the swarm looks; `None` = never.
+    pub fn viewed_ago(&self) -> Option<Duration> {
+        let viewed = self.view().layout().supervisor.viewed_ns.load(Ordering::Relaxed);
+        (viewed > 0).then(|| Duration::from_nanos(monotonic_ns().saturating_sub(viewed)))
+    }
+}
