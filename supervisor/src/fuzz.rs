@@ -37,7 +37,7 @@ fn tree(config: &ServeConfig) -> Tree {
         pace: Duration::from_secs(1),
     });
     let said = |id, up| Event::Said(id, Generation(1), up);
-    let facts = crate::sizing::tests::llama_70b();
+    let facts = testkit::facts::llama_70b();
     let listening = FromNetd::Listening {
         peer_id: "12D3KooW".into(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".into()],
@@ -92,7 +92,7 @@ fn state(config: ServeConfig) -> Vec<u8> {
         pending: vec![Pending::Said(ChildId::Netd, Generation(1), said)],
         segments: segments.hand_over(&mut handed).expect("descriptors"),
         weights: Weights::default().hand_over(&mut handed).expect("descriptors"),
-        facts: Some(crate::sizing::tests::llama_70b()),
+        facts: Some(testkit::facts::llama_70b()),
         span: Span::new(0, 4).ok(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".to_owned()],
         was_ready: true,

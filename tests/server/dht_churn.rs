@@ -28,20 +28,7 @@ const REPLACED: usize = SHORT.0;
 const CHURN: Duration = Duration::from_secs(5);
 
 async fn node(initial_peers: Vec<String>) -> Joined {
-    let config = DhtNodeConfig {
-        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
-        announce_maddrs: Vec::new(),
-        initial_peers,
-        identity_path: None,
-        use_relay: true,
-        relay_bits_per_s: 100e6,
-        use_auto_relay: false,
-        use_upnp: false,
-        dials_private_nets: true,
-        refresh_period: DEADLINE,
-        startup_timeout: DEADLINE,
-    };
-    dht_node::start(&config).await.expect("a node starts")
+    dht_node::start(&dht_node_config(initial_peers)).await.expect("a node starts")
 }
 
 fn key(block: usize) -> DhtId {

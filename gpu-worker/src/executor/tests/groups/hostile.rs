@@ -33,7 +33,7 @@ fn with_follower(model: &Model, lead: impl FnOnce(&mut Leader<'_>)) -> Exit {
         let mut leader = Leader {
             parts: &parts,
             plans: parts.writer(&board()),
-            netd: link.netd(),
+            netd: Netd::of(link),
             limits: model.limits(),
             commands,
             last: None,
