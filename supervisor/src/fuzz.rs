@@ -14,7 +14,6 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::pair::RingIdentity;
 use shared::survey::Survey;
 
-use crate::fixtures;
 use crate::handed::{Fd, Handed};
 use crate::handover::{HandedChild, Handover, Pending};
 use crate::instance::Instance;
@@ -104,7 +103,7 @@ fn state(config: ServeConfig) -> Vec<u8> {
 
 #[test]
 fn fuzz_states_of_an_upgrade() {
-    let one = fixtures::serve_config();
+    let one = testkit::configs::serve_config();
     let mut two = ServeConfig { devices: vec![Device::Cpu; 2], ..one.clone() };
     two.netd.span = SpanChoice::Count(4);
     two.metrics = Some("127.0.0.1:9".parse().expect("an address"));

@@ -351,21 +351,20 @@ fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>
 #[cfg(test)]
 pub(crate) mod tests {
     use shared::block::Span;
+    use testkit::configs::netd_config;
     use testkit::facts::llama_70b;
 
     use super::*;
-
-    /// Settings as a server with 16384 tokens of cache has them.
-    pub(crate) fn netd_config() -> NetdConfig {
-        let netd = crate::fixtures::serve_config().netd;
-        NetdConfig { attn_cache_tokens: Some(16384), ..netd }
-    }
 
     pub(crate) fn memory(available_bytes: u64) -> Memory {
         Memory {
             available_bytes: Some(available_bytes),
             workers: 1,
-            netd: netd_config(),
+            netd: NetdConfig {
+                attn_cache_tokens: Some(16384),
+                arena_bytes: 512 << 20,
+                ..netd_config(Vec::new())
+            },
             kv_mirror: KvMirror::Auto,
             has_page: false,
             devices: Vec::new(),

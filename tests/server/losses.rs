@@ -10,10 +10,10 @@ use crate::harness::peer::{Peer, noise};
 use crate::harness::rights::may_look_into_children;
 use crate::harness::session::{assert_close, rank, serve};
 use crate::harness::{Sepal, wait_for};
-use hivemind::wire::messages::Tensor;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use prepare::disk_cache::DiskCache;
+use swarm::wire::messages::Tensor;
 
 /// The worker that serves `span`, once it is ready.
 fn worker_with(sepal: &Sepal, span: &str) -> Pid {

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use shared::config::{
-    Compression, DhtNodeConfig, HubConfig, NetdConfig, PrepareConfig, QuantType, SpanChoice,
-    Throughput,
+    Compression, Device, DhtNodeConfig, HubConfig, LogConfig, LogFormat, NetdConfig, PrepareConfig,
+    QuantType, RestartConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
+use shared::sandbox::SandboxMode;
 
 use crate::process::DEADLINE;
 
@@ -64,6 +65,42 @@ pub fn netd_config(initial_peers: Vec<String>) -> NetdConfig {
         session_grace: DEADLINE,
         startup_timeout: DEADLINE,
         arena_bytes: 4 << 20,
+    }
+}
+
+/// A server of a swarm of its own, with one worker on the processor.
+pub fn serve_config() -> ServeConfig {
+    ServeConfig {
+        devices: vec![Device::Cpu],
+        world_size: 1,
+        uuids: Vec::new(),
+        automatic: None,
+        warpgroups: Vec::new(),
+        sample_timeout: DEADLINE,
+        netd: netd_config(Vec::new()),
+        worker: WorkerConfig::default(),
+        prepare: prepare_config("m", "/nowhere/cache"),
+        max_memory_bytes: None,
+        restart: RestartConfig {
+            backoff_min: Duration::from_secs(1),
+            backoff_max: DEADLINE,
+            max_restarts: 20,
+            window: DEADLINE,
+            retry_after: None,
+            hang_timeout: DEADLINE,
+            start_timeout: DEADLINE,
+        },
+        log: LogConfig { filter: "info".to_owned(), format: LogFormat::Text },
+        drain_timeout: DEADLINE,
+        file_limit: 512,
+        metrics: None,
+        web: None,
+        fallback: None,
+        sandbox: SandboxMode::On,
+        events: false,
+        end_with: None,
+        instance: None,
+        runtime_dir: "/nowhere/run".into(),
     }
 }
 
