@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use p2p::task;
-use p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
+use p2p::{CallError, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Traversal};
 use parking_lot::Mutex;
 use prost::Message;
 use shared::dtype::DType;
@@ -152,19 +152,9 @@ pub async fn run(config: &LoadConfig) -> Result<LoadReport, LoadError> {
 }
 
 async fn node(server: &Multiaddr) -> Result<(P2p, PeerId), P2pError> {
-    let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: Vec::new(),
-        announce: Vec::new(),
-        initial_peers: vec![server.clone()],
-        kad_server: false,
-        protocols: Vec::new(),
-        traversal: Traversal::CLIENT,
-        startup_timeout: CALL_TIMEOUT,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    })
-    .await?;
+    let config = P2pConfig::of_caller(vec![server.clone()], CALL_TIMEOUT);
+    let config = P2pConfig { traversal: Traversal::CLIENT, ..config };
+    let (p2p, _nothing_is_served) = P2p::start(config).await?;
     let peer = p2p.connect(server.clone()).await?;
     Ok((p2p, peer))
 }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal};
+use p2p::{Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol};
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
 use shared::config::ProbeConfig;
@@ -55,19 +55,8 @@ fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
     let server = addresses.iter().find_map(peer).ok_or_else(named)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
-            keypair: Keypair::generate_ed25519(),
-            listen: Vec::new(),
-            announce: Vec::new(),
-            initial_peers: addresses,
-            kad_server: false,
-            protocols: Vec::new(),
-            traversal: Traversal::NONE,
-            startup_timeout: REACH_TIMEOUT,
-            max_upload_bytes_per_s: None,
-            request_memory: P2pConfig::REQUEST_MEMORY,
-        })
-        .await?;
+        let node = P2pConfig::of_caller(addresses, REACH_TIMEOUT);
+        let (p2p, _nothing_is_served) = P2p::start(node).await?;
         let stepped = step(&p2p, server, config).await;
         p2p.shutdown().await;
         stepped

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
-use p2p::{Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal};
+use p2p::{Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal};
 use parking_lot::{Mutex, MutexGuard};
 use shared::public_swarm;
 use swarm::dht::driver::{Dht, DhtConfig, DhtError};
@@ -112,23 +112,16 @@ impl Swarm {
                 return Err(SwarmError::NoPeers);
             }
             let (p2p, _nothing_is_served) = P2p::start(P2pConfig {
-                keypair: Keypair::generate_ed25519(),
                 // Nobody is served there: a hole can only be punched from a port that listens.
                 listen: vec![
                     Multiaddr::from(Ipv4Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
                     Multiaddr::from(Ipv6Addr::UNSPECIFIED).with(Protocol::Tcp(0)),
                 ],
-                announce: Vec::new(),
-                initial_peers: config.initial_peers.clone(),
-                kad_server: false,
-                protocols: Vec::new(),
                 traversal: Traversal {
                     nearest: nearest(&config.initial_peers),
                     ..Traversal::CLIENT
                 },
-                startup_timeout: config.startup_timeout,
-                max_upload_bytes_per_s: None,
-                request_memory: P2pConfig::REQUEST_MEMORY,
+                ..P2pConfig::of_caller(config.initial_peers.clone(), config.startup_timeout)
             })
             .await?;
             let dht = Dht::start(

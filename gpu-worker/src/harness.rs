@@ -13,19 +13,21 @@ use model::manifest::Manifest;
 use shared::block::{BlockIndex, Span};
 use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
-use shared::ids::{Generation, JobId, PageId};
+use shared::ids::{JobId, PageId};
 use shared::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, SlotRef, StepPages,
-    WorkKind,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, SlotRef, WorkKind,
 };
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::Doorbell;
 use shared::shm::kv::KvMap;
-use shared::shm::pair::{NetdEnd, RingIdentity, RingPair};
+use shared::shm::pair::RingIdentity;
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use tempfile::TempDir;
 
+use testkit::configs::prepare_config;
+use testkit::jobs::job_body;
+pub(crate) use testkit::link::{ARENA_BYTES, LinkParts, another};
 use testkit::models::{
     Tensors, adapted_modules, llama_config, llama_tensors, values, write_adapter, write_model,
 };
@@ -42,8 +44,6 @@ pub(crate) const KV_PAGES: u32 = 64;
 
 /// Blocks of the model.
 pub(crate) const BLOCKS: u32 = 3;
-
-const ARENA_BYTES: usize = 4 << 20;
 
 /// The bodies of jobs lie in the upper half of the arena.
 const BODIES: u64 = ARENA_BYTES as u64 / 2;
@@ -94,13 +94,10 @@ impl Model {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tiny");
         write_model(&folder, config, tensors);
-        let model = folder.to_str().unwrap().to_owned();
         let modules = |seed| adapted_modules(config, seed);
         let config = PrepareConfig {
-            model,
             dtype: Some(dtype),
             quant_type: quant,
-            is_quant_named: false,
             adapters: (0..adapters)
                 .map(|seed| {
                     let folder = dir.path().join(format!("adapter-{seed}"));
@@ -108,8 +105,7 @@ impl Model {
                     folder.to_str().unwrap().to_owned()
                 })
                 .collect(),
-            cache_dir: dir.path().join("cache"),
-            hub: shared::config::HubConfig::default(),
+            ..prepare_config(&folder, dir.path().join("cache"))
         };
         let mut inspected = Inspected::new(&config).unwrap();
         let manifest = inspected.make_ready(span(), |_| Ok(())).unwrap();
@@ -129,14 +125,7 @@ impl Model {
     }
 
     pub(crate) fn limits(&self) -> JobLimits {
-        JobLimits {
-            arena_bytes: ARENA_BYTES as u64,
-            span: span(),
-            hidden: self.facts().hidden_size,
-            dtype: self.facts().dtype,
-            kv_pages: KV_PAGES,
-            adapters: self.facts().adapters.len() as u32,
-        }
+        JobLimits::of(self.facts(), span(), KV_PAGES, ARENA_BYTES as u64)
     }
 }
 
@@ -169,58 +158,6 @@ pub(crate) fn alone(segment: &MemfdSegment) -> KvMap {
     }
 }
 
-/// What a supervisor makes for a link.
-pub(crate) struct LinkParts {
-    pub(crate) pair: RingPair,
-    pub(crate) identity: RingIdentity,
-    pub(crate) arena: MemfdSegment,
-    pub(crate) submission_bell: Doorbell,
-    pub(crate) completion_bell: Doorbell,
-}
-
-impl LinkParts {
-    pub(crate) fn new(worker_generation: Generation, netd_generation: Generation) -> LinkParts {
-        let identity = RingIdentity { worker: worker_id(), worker_generation, netd_generation };
-        LinkParts {
-            pair: RingPair::create(&unique("rings"), &identity).unwrap(),
-            identity,
-            arena: MemfdSegment::create(&unique("arena"), ARENA_BYTES).unwrap(),
-            submission_bell: Doorbell::new().unwrap(),
-            completion_bell: Doorbell::new().unwrap(),
-        }
-    }
-
-    /// The message and the descriptors for the worker.
-    pub(crate) fn for_worker(&self) -> (shared::control::LinkInit, Vec<std::os::fd::OwnedFd>) {
-        let init = shared::control::LinkInit {
-            netd_generation: self.identity.netd_generation,
-            worker_generation: self.identity.worker_generation,
-            arena_bytes: ARENA_BYTES as u64,
-            fds: shared::control::FdTag(self.identity.netd_generation.0.into()),
-        };
-        let fds = vec![
-            self.arena.try_clone().unwrap(),
-            self.pair.try_clone().unwrap(),
-            self.submission_bell.try_clone().unwrap(),
-            self.completion_bell.try_clone().unwrap(),
-        ];
-        (init, fds)
-    }
-
-    pub(crate) fn netd(self) -> Netd {
-        let pair = RingPair::open(self.pair.try_clone().unwrap(), &self.identity).unwrap();
-        let (jobs, answers): NetdEnd = pair.netd_end();
-        Netd {
-            jobs,
-            answers,
-            arena: ArenaMap::map(&self.arena).unwrap(),
-            parts: self,
-            submitted: 0,
-            early: HashMap::new(),
-        }
-    }
-}
-
 /// netd's end of a link.
 pub(crate) struct Netd {
     jobs: shared::shm::ring::Producer<shared::shm::pair::RingHandle>,
@@ -232,6 +169,13 @@ pub(crate) struct Netd {
 }
 
 impl Netd {
+    /// netd's end of this link.
+    pub(crate) fn of(parts: LinkParts) -> Netd {
+        let (jobs, answers) = parts.netd_end();
+        let arena = ArenaMap::map(&parts.arena).unwrap();
+        Netd { jobs, answers, arena, parts, submitted: 0, early: HashMap::new() }
+    }
+
     /// Slots for the input and the output of the next job.
     pub(crate) fn slots(&self, bytes: u64) -> (SlotRef, SlotRef) {
         assert!(bytes <= SLOT_BYTES);
@@ -296,12 +240,12 @@ impl Netd {
 
     /// The bell on which the worker sleeps.
     pub(crate) fn bell(&self) -> Doorbell {
-        Doorbell::from_fd(self.parts.submission_bell.try_clone().unwrap()).unwrap()
+        another(&self.parts.submission_bell)
     }
 
     /// Publishes an index that no honest netd can reach.
     pub(crate) fn corrupt(&self) {
-        let file = std::fs::File::from(self.parts.pair.try_clone().unwrap());
+        let file = std::fs::File::from(self.parts.rings());
         // The tail of the submission ring is its first word, after the header of 128 bytes.
         file.write_all_at(&(u64::MAX / 2).to_ne_bytes(), 128).unwrap();
         self.wake_always();
@@ -367,19 +311,11 @@ impl Netd {
         let (input_slot, output) = self.slots((input.len() * limits.dtype.size_bytes()) as u64);
         self.write(input_slot, limits.dtype, input);
         JobBody {
-            kind,
             dtype: limits.dtype,
-            blocks: limits.span.blocks().collect(),
-            adapter: None,
-            batch,
-            tokens,
             hidden: limits.hidden,
-            pages: StepPages::default(),
             input: input_slot,
             output,
-            prompts: None,
-            output_gradient: None,
-            prompt_gradient: None,
+            ..job_body(kind, batch, tokens, BLOCKS)
         }
     }
 }

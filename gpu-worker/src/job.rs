@@ -253,33 +253,18 @@ fn scratch_tables(body: &JobBody) -> Vec<Vec<PageId>> {
 
 #[cfg(test)]
 mod tests {
-    use shared::block::BlockIndex;
-    use shared::dtype::DType;
     use shared::job::{Prompts, StepPages};
+    use testkit::jobs::job_body;
 
     use super::*;
 
     fn body(kind: WorkKind, prefixes: &[u32], tokens: u32) -> JobBody {
-        let slot = SlotRef { offset: 0, len: 0 };
-        JobBody {
-            kind,
-            dtype: DType::F32,
-            blocks: vec![BlockIndex(0), BlockIndex(1)],
-            adapter: None,
-            batch: prefixes.len() as u32,
-            tokens,
-            hidden: 4,
-            pages: StepPages {
-                prefixes: prefixes.to_vec(),
-                tables: prefixes.iter().map(|_| vec![PageId(7)]).collect(),
-                copies: vec![],
-            },
-            input: slot,
-            output: slot,
-            prompts: None,
-            output_gradient: None,
-            prompt_gradient: None,
-        }
+        let pages = StepPages {
+            prefixes: prefixes.to_vec(),
+            tables: prefixes.iter().map(|_| vec![PageId(7)]).collect(),
+            copies: vec![],
+        };
+        JobBody { pages, ..job_body(kind, prefixes.len() as u32, tokens, 2) }
     }
 
     fn cuts(job: &JobBody) -> Vec<(usize, usize, usize)> {

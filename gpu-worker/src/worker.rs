@@ -364,7 +364,7 @@ fn worker<B: DeviceBackend>(
     if ends.sender.send(FromWorker::Ready(capacity)).is_err() {
         return Exit { reason: ExitReason::ParentGone, message: String::new() };
     }
-    let limits = limits(init);
+    let limits = JobLimits::of(&init.model, init.span, init.kv_pages, 0);
     let serve = || match group {
         Some(group) if init.worker.rank != Rank(0) => {
             let plans = group.reader()?;
@@ -447,17 +447,6 @@ fn measured<B: DeviceBackend>(
         engine.agree(false)?;
     }
     measured
-}
-
-fn limits(init: &WorkerInit) -> JobLimits {
-    JobLimits {
-        arena_bytes: 0,
-        span: init.span,
-        hidden: init.model.hidden_size,
-        dtype: init.model.dtype,
-        kv_pages: init.kv_pages,
-        adapters: u32::try_from(init.model.adapters.len()).unwrap_or(u32::MAX),
-    }
 }
 
 /// The manifest and the files of this worker's blocks, which the supervisor opened.

@@ -8,11 +8,13 @@ use blocks::map::MappedWeights;
 use blocks::{BlockWeights, Workspace, forward};
 use kernels::{Cpu, KvPages, StepRow};
 use prepare::Inspected;
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::Dtype;
 use shared::block::{BlockIndex, Span};
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use shared::ids::PageId;
+use testkit::configs::prepare_config;
+use testkit::models::Tensors;
 
 const HIDDEN: usize = 1024;
 const MIDDLE: usize = 2816;
@@ -30,34 +32,28 @@ const MATRICES: [(&str, usize, usize); 7] = [
 ];
 
 fn write_model(folder: &Path) {
-    std::fs::create_dir_all(folder).unwrap();
     let config = serde_json::json!({
         "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": BLOCKS,
         "num_attention_heads": 16, "torch_dtype": "bfloat16",
     });
-    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     // Numbers around 0.02 with either sign.
     let values = |count: usize| -> Vec<u8> {
         let value = |i: usize| 0x3c80u16 | (i.wrapping_mul(2_654_435_761) >> 7 & 0x803f) as u16;
         (0..count).flat_map(|i| value(i).to_le_bytes()).collect()
     };
-    let mut tensors = Vec::new();
+    let mut tensors = Tensors::new();
     for block in 0..BLOCKS {
         for (name, outputs, inputs) in MATRICES {
             let name = format!("model.layers.{block}.{name}.weight");
-            tensors.push((name, vec![outputs, inputs], values(outputs * inputs)));
+            let shape = vec![outputs, inputs];
+            tensors.insert(name, (Dtype::BF16, shape, values(outputs * inputs)));
         }
         for name in ["input_layernorm", "post_attention_layernorm"] {
             let name = format!("model.layers.{block}.{name}.weight");
-            tensors.push((name, vec![HIDDEN], values(HIDDEN)));
+            tensors.insert(name, (Dtype::BF16, vec![HIDDEN], values(HIDDEN)));
         }
     }
-    let views = tensors.iter().map(|(name, shape, data)| {
-        let view = TensorView::new(Dtype::BF16, shape.clone(), data).unwrap();
-        (name.as_str(), view)
-    });
-    let file = safetensors::serialize(views, None).unwrap();
-    std::fs::write(folder.join("model.safetensors"), file).unwrap();
+    testkit::models::write_model(folder, &config, &tensors);
 }
 
 /// Bytes of memory that belong to this process alone (`RssAnon`), which is where a copy of weights
@@ -79,13 +75,9 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
         [(QuantType::None, 16.0), (QuantType::Int8, 8.1), (QuantType::Nf4, 4.2)]
     {
         let config = PrepareConfig {
-            model: model.to_str().unwrap().to_owned(),
             dtype: Some(DType::Bf16),
             quant_type,
-            is_quant_named: false,
-            adapters: Vec::new(),
-            hub: HubConfig::default(),
-            cache_dir: root.path().join("cache"),
+            ..prepare_config(&model, root.path().join("cache"))
         };
         let mut inspected = Inspected::new(&config).unwrap();
         let span = Span::new(0, BLOCKS as u32).unwrap();

@@ -22,8 +22,6 @@ mod sizes;
 pub mod slice;
 pub mod tensor;
 pub mod tuning;
-#[cfg(test)]
-mod untested;
 
 pub use backend::Backend;
 pub use cpu::{Cpu, Isa};

@@ -197,6 +197,8 @@ fn ahead(sent: f64, received: f64, theirs: f64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use testkit::configs::{dht_node_config, netd_config as config};
+
     use super::*;
     use crate::dht_node;
 
@@ -211,19 +213,10 @@ mod tests {
         }
     }
 
-    /// Settings of a server on the loopback device.
-    fn config(initial_peers: Vec<String>) -> NetdConfig {
-        NetdConfig {
-            use_upnp: false,
-            ..crate::run::tests::config(Path::new("none"), initial_peers)
-        }
-    }
-
     #[test]
     fn a_node_learns_clocks_and_reachability_from_a_swarm_and_leaves_it() {
         let runtime = tokio::runtime::Runtime::new().unwrap();
-        let first =
-            runtime.block_on(dht_node::start(&dht_node::tests::config(Vec::new()))).unwrap();
+        let first = runtime.block_on(dht_node::start(&dht_node_config(Vec::new()))).unwrap();
         let facts = swarm(&config(first.addrs.clone())).unwrap();
         assert_eq!((facts.initial_peers, facts.connected, facts.known), (first.addrs.len(), 1, 1));
         assert!(facts.clock_ahead_s.len() == 1 && facts.clock_ahead_s[0].abs() < 1.0, "{facts:?}");

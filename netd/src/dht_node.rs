@@ -118,25 +118,10 @@ async fn heartbeat(joined: &Joined, period: Duration) -> Result<(), Fatal> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
+mod tests {
+    use testkit::configs::dht_node_config as config;
 
-    /// A node on a free port of the loopback device.
-    pub(crate) fn config(initial_peers: Vec<String>) -> DhtNodeConfig {
-        DhtNodeConfig {
-            host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
-            announce_maddrs: Vec::new(),
-            initial_peers,
-            identity_path: None,
-            use_relay: true,
-            relay_bits_per_s: 100e6,
-            use_auto_relay: false,
-            use_upnp: false,
-            dials_private_nets: true,
-            refresh_period: Duration::from_secs(30),
-            startup_timeout: Duration::from_secs(60),
-        }
-    }
+    use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_second_node_joins_through_the_addresses_of_the_first() {

@@ -7,70 +7,35 @@ use fuzzing::{Target, outcome};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::block::{BlockIndex, Span};
+use crate::block::Span;
 use crate::control::{
     DeathCause, FdTag, FromNetd, FromPrepare, FromWorker, LinkInit, ToNetd, ToPrepare, ToWorker,
     WorkerUp,
 };
-use crate::dtype::DType;
 use crate::exit::ExitReason;
 use crate::figures::{Figures, KvFigures, Page, SessionFigures};
-use crate::ids::{Generation, GroupId, JobId, PageId, WorkerId};
+use crate::ids::{Generation, GroupId, JobId, WorkerId};
+use crate::job::tests::{self, slot};
 use crate::job::{
-    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, PageCopy, Prompts, SlotRef,
-    StepPages, WorkKind,
+    Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, Prompts, WorkKind,
 };
 use crate::survey::Capacity;
 
 fn limits() -> JobLimits {
-    JobLimits {
-        arena_bytes: 1 << 20,
-        span: span(),
-        hidden: 8,
-        dtype: DType::F32,
-        kv_pages: 10,
-        adapters: 1,
-    }
+    JobLimits { adapters: 1, ..tests::limits() }
 }
 
 fn span() -> Span {
-    Span::new(2, 6).expect("a span")
-}
-
-fn slot(offset: u64, len: u64) -> SlotRef {
-    SlotRef { offset, len }
+    limits().span
 }
 
 fn step() -> JobBody {
-    JobBody {
-        kind: WorkKind::Decode,
-        dtype: DType::F32,
-        blocks: vec![BlockIndex(2), BlockIndex(3)],
-        adapter: Some(0),
-        batch: 2,
-        tokens: 2,
-        hidden: 8,
-        pages: StepPages {
-            prefixes: vec![17, 17],
-            tables: vec![vec![PageId(0), PageId(3)], vec![PageId(0), PageId(4)]],
-            copies: vec![PageCopy { source: PageId(3), destination: PageId(4), tokens: 1 }],
-        },
-        input: slot(0, 128),
-        output: slot(128, 128),
-        prompts: Some(Prompts { slot: slot(1024, 64), batch: 1, tokens: 1 }),
-        output_gradient: None,
-        prompt_gradient: None,
-    }
+    let prompts = Some(Prompts { slot: slot(1024, 64), batch: 1, tokens: 1 });
+    JobBody { adapter: Some(0), prompts, ..tests::step() }
 }
 
 fn backward() -> JobBody {
-    JobBody {
-        kind: WorkKind::Backward,
-        pages: StepPages::default(),
-        output_gradient: Some(slot(256, 128)),
-        prompt_gradient: Some(slot(2048, 128)),
-        ..step()
-    }
+    JobBody { adapter: Some(0), ..tests::backward() }
 }
 
 #[test]

@@ -23,7 +23,7 @@
 use crate::block::{BlockIndex, Span};
 use crate::dtype::DType;
 use crate::ids::{Generation, GroupId, JobId, PageId, Rank, WorkerId, WorldSize};
-use crate::model::PAGE_TOKENS;
+use crate::model::{ModelFacts, PAGE_TOKENS};
 
 mod body;
 mod kind;
@@ -217,6 +217,20 @@ pub struct JobLimits {
     pub kv_pages: u32,
     /// Adapters loaded.
     pub adapters: u32,
+}
+
+impl JobLimits {
+    /// Those of a worker that serves `span` of this model.
+    pub fn of(model: &ModelFacts, span: Span, kv_pages: u32, arena_bytes: u64) -> JobLimits {
+        JobLimits {
+            arena_bytes,
+            span,
+            hidden: model.hidden_size,
+            dtype: model.dtype,
+            kv_pages,
+            adapters: u32::try_from(model.adapters.len()).unwrap_or(u32::MAX),
+        }
+    }
 }
 
 impl JobBody {
@@ -466,4 +480,4 @@ impl Completion {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -352,7 +352,6 @@ mod tests {
     use std::process::ExitStatus;
 
     use super::*;
-    use crate::fixtures;
 
     fn output(code: i32, errors: &str) -> Output {
         let status = Some(ExitStatus::from_raw(code << 8));
@@ -385,7 +384,7 @@ mod tests {
         let list = CudaDevices { driver_version: 12_080, devices };
         let of = |uuid: &str| {
             let devices = vec![Device::Cpu, Device::Cuda(u32::MAX), Device::Cuda(0)];
-            let mut config = ServeConfig { devices, ..fixtures::serve_config() };
+            let mut config = ServeConfig { devices, ..testkit::configs::serve_config() };
             config.uuids = vec![(1, uuid.parse().unwrap())];
             numbered(&mut config, &list).map(|()| config.devices)
         };

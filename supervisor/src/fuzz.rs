@@ -14,7 +14,6 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::pair::RingIdentity;
 use shared::survey::Survey;
 
-use crate::fixtures;
 use crate::handed::{Fd, Handed};
 use crate::handover::{HandedChild, Handover, Pending};
 use crate::instance::Instance;
@@ -37,7 +36,7 @@ fn tree(config: &ServeConfig) -> Tree {
         pace: Duration::from_secs(1),
     });
     let said = |id, up| Event::Said(id, Generation(1), up);
-    let facts = crate::sizing::tests::llama_70b();
+    let facts = testkit::facts::llama_70b();
     let listening = FromNetd::Listening {
         peer_id: "12D3KooW".into(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".into()],
@@ -92,7 +91,7 @@ fn state(config: ServeConfig) -> Vec<u8> {
         pending: vec![Pending::Said(ChildId::Netd, Generation(1), said)],
         segments: segments.hand_over(&mut handed).expect("descriptors"),
         weights: Weights::default().hand_over(&mut handed).expect("descriptors"),
-        facts: Some(crate::sizing::tests::llama_70b()),
+        facts: Some(testkit::facts::llama_70b()),
         span: Span::new(0, 4).ok(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".to_owned()],
         was_ready: true,
@@ -104,7 +103,7 @@ fn state(config: ServeConfig) -> Vec<u8> {
 
 #[test]
 fn fuzz_states_of_an_upgrade() {
-    let one = fixtures::serve_config();
+    let one = testkit::configs::serve_config();
     let mut two = ServeConfig { devices: vec![Device::Cpu; 2], ..one.clone() };
     two.netd.span = SpanChoice::Count(4);
     two.metrics = Some("127.0.0.1:9".parse().expect("an address"));

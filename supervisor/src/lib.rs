@@ -29,8 +29,6 @@ pub mod devices;
 pub mod events;
 pub mod feed;
 #[cfg(test)]
-mod fixtures;
-#[cfg(test)]
 mod fuzz;
 pub mod handed;
 pub mod handover;

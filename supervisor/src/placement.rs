@@ -205,12 +205,9 @@ fn threads_of(asked: Option<u32>, devices: &[Device], most: usize, processor: &P
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use testkit::span;
 
     use super::*;
-
-    fn span(start: u32, end: u32) -> Span {
-        Span::new(start, end).unwrap()
-    }
 
     fn shares(rates: &[f64]) -> Vec<Share> {
         rates.iter().map(|&rate| Share { devices: vec![Device::Cpu], rate }).collect()

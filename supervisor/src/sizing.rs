@@ -351,47 +351,25 @@ fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>
 #[cfg(test)]
 pub(crate) mod tests {
     use shared::block::Span;
-    use shared::config::QuantType;
-    use shared::dtype::DType;
+    use testkit::configs::netd_config;
+    use testkit::facts::llama_70b;
 
     use super::*;
 
-    /// Settings as a server with 16384 tokens of cache has them.
-    pub(crate) fn netd_config() -> NetdConfig {
-        let netd = crate::fixtures::serve_config().netd;
-        NetdConfig { attn_cache_tokens: Some(16384), ..netd }
-    }
-
-    pub(super) fn memory(available_bytes: u64) -> Memory {
+    pub(crate) fn memory(available_bytes: u64) -> Memory {
         Memory {
             available_bytes: Some(available_bytes),
             workers: 1,
-            netd: netd_config(),
+            netd: NetdConfig {
+                attn_cache_tokens: Some(16384),
+                arena_bytes: 512 << 20,
+                ..netd_config(Vec::new())
+            },
             kv_mirror: KvMirror::Auto,
             has_page: false,
             devices: Vec::new(),
             nodes: Vec::new(),
             ranks: Vec::new(),
-        }
-    }
-
-    /// Llama-2-70B in NF4, as stored.
-    pub(crate) fn llama_70b() -> ModelFacts {
-        ModelFacts {
-            name: "llama-70b".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 80,
-            hidden_size: 8192,
-            attention_heads: 64,
-            kv_heads: 8,
-            head_dim: 128,
-            dtype: DType::Bf16,
-            quant_type: QuantType::Nf4,
-            block_bytes: 440 << 20,
-            client_bytes: 0,
-            adapters: vec![],
         }
     }
 

@@ -258,12 +258,9 @@ impl Weights {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd;
+    use testkit::span;
 
     use super::*;
-
-    fn span(start: u32, end: u32) -> Span {
-        Span::new(start, end).unwrap()
-    }
 
     /// Prepared blocks 0 and 1, each in a file of its own, and where their manifest is.
     fn prepared(folder: &Path) -> PathBuf {
@@ -286,7 +283,7 @@ mod tests {
         };
         let manifest = Manifest {
             version: model::manifest::MANIFEST_VERSION,
-            model: crate::sizing::tests::llama_70b(),
+            model: testkit::facts::llama_70b(),
             config: serde_json::Value::Null,
             files: vec![entry(0), entry(1)],
             blocks: [(0, tensor(0)), (1, tensor(1))].into(),

@@ -8,13 +8,13 @@ use std::ops::Range;
 use std::process::Command;
 use std::time::Instant;
 
-use crate::harness::demo::{BLOCKS, HIDDEN, PROMPT, demo_model, run_session};
+use crate::harness::demo::{BLOCKS, HIDDEN, demo_model, run_session};
+use crate::harness::peer::PROMPT;
 use crate::harness::peer::{Peer, Session, noise};
-use crate::harness::session::assert_close;
+use crate::harness::session::{assert_close, join};
 use crate::harness::{self, SEPAL, Sepal, serve_args, wait_for};
 use client::batch::{Gradients, backward, forward_kept};
 use client::states::{Hidden, Prompts};
-use client::swarm::{Swarm, SwarmConfig};
 use nix::sys::signal::{Signal, kill};
 use shared::dtype::DType;
 
@@ -120,14 +120,7 @@ async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
 
 /// Gradients of inputs and prompts.
 async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradients {
-    let swarm = Swarm::join(SwarmConfig {
-        initial_peers: vec![sepal.addr().parse().expect("an address")],
-        prefix: "demo".to_owned(),
-        num_blocks: BLOCKS.end,
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .expect("a swarm");
+    let swarm = join(&sepal.addr(), "demo", BLOCKS.end).await;
     let (rows, dtype) = (2, DType::F32);
     let states =
         |seed| Hidden { dtype, rows, tokens, bytes: noise(&[rows, tokens, HIDDEN], seed).buffer };
@@ -189,11 +182,8 @@ fn blocks_are_as_many_as_the_memory_of_the_device_holds() {
 
 /// Blocks of the one worker of a server.
 fn served(sepal: &Sepal) -> Range<u32> {
-    let status = sepal.status();
-    let children = status.pointer("/0/children").and_then(|c| c.as_array());
-    let worker = children.into_iter().flatten().find(|child| child["role"] == "gpu-worker");
-    let span = worker.and_then(|worker| worker["span"].as_str());
-    let (start, end) = span.and_then(|s| s.split_once(':')).expect("a span");
+    let spans = sepal.spans();
+    let (start, end) = spans.first().and_then(|s| s.split_once(':')).expect("a span");
     let number = |text: &str| text.parse().expect("a block");
     number(start)..number(end)
 }

@@ -6,11 +6,12 @@
 
 use std::time::Duration;
 
-use crate::harness::golden::{Golden, HIDDEN, PROMPT, close, run_session};
+use crate::harness::golden::{Golden, HIDDEN, close, run_session};
+use crate::harness::peer::PROMPT;
 use crate::harness::peer::{Peer, noise};
-use crate::harness::{self, Sepal, alive, rank, wait_for};
+use crate::harness::session::join;
+use crate::harness::{Sepal, alive, rank, wait_for};
 use client::batch::{backward, forward_kept};
-use client::swarm::{Swarm, SwarmConfig};
 use nix::sys::signal::{Signal, kill};
 
 const TWO: [&str; 3] = ["--tensor_parallel_devices", "emu:0", "emu:1"];
@@ -29,14 +30,7 @@ async fn two_emulated_ranks_compute_what_transformers_does() {
         let sepal = serve(model, &TWO, &[]);
         let joined = sepal.wait_line("exchanging sums with the other ranks", 2);
         assert!(joined.contains("path=device memory"), "{joined}");
-        let swarm = Swarm::join(SwarmConfig {
-            initial_peers: vec![sepal.addr().parse().unwrap()],
-            prefix: "golden".to_owned(),
-            num_blocks: 2,
-            startup_timeout: harness::DEADLINE,
-        })
-        .await
-        .unwrap();
+        let swarm = join(&sepal.addr(), "golden", 2).await;
         let deep = golden.prompts("prompts");
         let (input, gradient) = (golden.states("input"), golden.states("output_gradient"));
         let (output, _) = forward_kept(&swarm, 0..2, &input, None).await.unwrap();

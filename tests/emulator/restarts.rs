@@ -27,9 +27,7 @@ fn start(dir: &Arc<TempDir>, more: &[&str]) -> Sepal {
 /// The spans of the workers in the order of the devices, once all are ready.
 fn spans(sepal: &Sepal) -> Vec<String> {
     wait_for("two workers", || {
-        let status = sepal.status();
-        let children = status.pointer("/0/children")?.as_array()?;
-        let workers = children.iter().filter(|child| child["state"] == "ready");
+        let workers = sepal.workers().into_iter().filter(|child| child["state"] == "ready");
         let spans: BTreeMap<String, String> = workers
             .filter_map(|worker| {
                 let name = worker["worker"].as_str()?;

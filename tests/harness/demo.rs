@@ -6,16 +6,14 @@ use std::path::{Path, PathBuf};
 use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
-use client::swarm::{Swarm, SwarmConfig};
-use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
-use super::peer::{Peer, fed_back, noise};
-use super::{DEADLINE, Sepal};
+use super::Sepal;
+use super::peer::Peer;
+use super::session::join;
 
-/// Width of its hidden states, its blocks, and tokens of the prompt of sessions.
+/// Width of its hidden states, and its blocks.
 pub const HIDDEN: usize = 192;
 pub const BLOCKS: std::ops::Range<u32> = 0..8;
-pub const PROMPT: usize = 21;
 
 /// Its folder: a trained Llama of eight blocks with its tokenizer.
 pub fn demo_model() -> PathBuf {
@@ -39,27 +37,14 @@ pub async fn run_session(addr: &str, steps: usize, between: impl FnMut(usize)) -
     run_session_with(&Peer::connect(addr, "demo").await, 5, steps, between).await
 }
 
-/// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
-/// it: a prompt of 21 tokens, then decode steps of two rows, every third of which swaps or shares
-/// rows as beam search does. Before each step, `between` may do harm.
+/// [A session](Peer::run_fed_back) over all blocks.
 pub async fn run_session_with(
     peer: &Peer,
     seed: u32,
     steps: usize,
-    mut between: impl FnMut(usize),
+    between: impl FnMut(usize),
 ) -> Vec<Vec<f32>> {
-    let mut session = peer.session(BLOCKS, (PROMPT + steps) as u32).await;
-    let mut outputs =
-        vec![session.step(noise(&[2, PROMPT, HIDDEN], seed), None).await.expect("prefill")];
-    for step in 0..steps {
-        between(step);
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let none = dummy_tensor(WireDtype::F32);
-        let output = session.step_with(hidden, None, none, order).await;
-        outputs.push(output.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
+    peer.run_fed_back(BLOCKS, (HIDDEN, seed), steps, between).await
 }
 
 /// A greedy continuation by transformers.
@@ -103,14 +88,7 @@ pub async fn follow(
     mut each: impl FnMut(u32, &[f32]),
 ) {
     let mut model = LocalModel::load(&demo_model(), None, 1).expect("the demo model");
-    let swarm = Swarm::join(SwarmConfig {
-        initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
-        prefix: "demo".to_owned(),
-        num_blocks: model.num_blocks(),
-        startup_timeout: DEADLINE,
-    })
-    .await
-    .expect("join");
+    let swarm = join(&sepal.addr(), "demo", model.num_blocks()).await;
     for Golden { prompt_ids, ids, .. } in golden {
         let all = [prompt_ids.as_slice(), ids].concat();
         let chain = Chain::open(&swarm, all.len() as u32).await;

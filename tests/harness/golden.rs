@@ -5,34 +5,15 @@ use std::path::PathBuf;
 use client::states::{Hidden, Prompts};
 use safetensors::SafeTensors;
 use shared::dtype::DType;
-use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
-use super::peer::{Peer, fed_back, noise};
+use super::peer::Peer;
 
-/// Width of the hidden states of these models, and tokens of the prompt of [`run_session`].
+/// Width of the hidden states of these models.
 pub const HIDDEN: usize = 48;
-pub const PROMPT: usize = 21;
 
-/// A prompt of two rows, then steps that feed the outputs back and swap or share rows now and then,
-/// so that one wrong bit changes everything after it. The server has the prefix `golden`. Before each
-/// step, `between` may do harm.
-pub async fn run_session(
-    addr: &str,
-    steps: usize,
-    mut between: impl FnMut(usize),
-) -> Vec<Vec<f32>> {
-    let peer = Peer::connect(addr, "golden").await;
-    let mut session = peer.session(0..2, (PROMPT + steps) as u32).await;
-    let prompt = noise(&[2, PROMPT, HIDDEN], 5);
-    let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
-    for step in 0..steps {
-        between(step);
-        let (hidden, order) = fed_back(outputs.last().unwrap(), HIDDEN, step);
-        let none = dummy_tensor(WireDtype::F32);
-        outputs.push(session.step_with(hidden, None, none, order).await.expect("a decode step"));
-    }
-    session.close().await;
-    outputs
+/// [A session](Peer::run_fed_back) with a server that has the prefix `golden`.
+pub async fn run_session(addr: &str, steps: usize, between: impl FnMut(usize)) -> Vec<Vec<f32>> {
+    Peer::connect(addr, "golden").await.run_fed_back(0..2, (HIDDEN, 5), steps, between).await
 }
 
 /// The golden data of a model of two blocks.

@@ -16,16 +16,18 @@ use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
+use testkit::log::ProcessLog;
+pub use testkit::log::wait_for;
 
-/// Longest wait for anything: a guard against hanging, far beyond what a loaded machine needs.
-pub const DEADLINE: Duration = Duration::from_secs(1200);
+/// Longest wait for anything.
+pub const DEADLINE: Duration = testkit::log::PATIENCE;
 
 /// The root of the repository.
 pub fn root() -> &'static Path {
@@ -57,33 +59,12 @@ pub fn free_port() -> u16 {
 /// The process of a rank of the first group, once it is ready.
 pub fn rank(sepal: &Sepal, rank: usize) -> Pid {
     let name = format!("0.{rank}");
-    wait_for("a ready rank", || {
-        let status = sepal.status();
-        let children = status.pointer("/0/children")?.as_array()?;
-        let is_rank = |child: &&serde_json::Value| {
-            child["worker"] == name.as_str() && child["state"] == "ready"
-        };
-        let pid = children.iter().find(is_rank)?["pid"].as_i64()?;
-        Some(Pid::from_raw(i32::try_from(pid).ok()?))
-    })
+    sepal.ready_worker(|child| child["worker"] == name.as_str())
 }
 
-/// Polls `ready` until it gives a value.
-///
-/// # Panics
-/// After [`DEADLINE`], naming `what`.
-pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        let began = Instant::now();
-        if let Some(value) = ready() {
-            return value;
-        }
-        assert!(Instant::now() < end, "timed out waiting for {what}");
-        // Whoever is waited for has most of the processor, also where a look starts a process.
-        let pause = 3 * began.elapsed();
-        std::thread::sleep(pause.clamp(Duration::from_millis(5), Duration::from_millis(100)));
-    }
+/// The process of a child, as `sepal status` tells it.
+pub fn pid_of(child: &Value) -> Option<Pid> {
+    i32::try_from(child["pid"].as_i64()?).ok().map(Pid::from_raw)
 }
 
 /// Runs all cases at once, each with a name in a thread of its own, as cases can that mostly wait.
@@ -104,18 +85,10 @@ pub fn block_on(case: impl Future<Output = ()>) {
     tokio::runtime::Runtime::new().expect("a runtime").block_on(case);
 }
 
-/// Lines that a process wrote so far.
-#[derive(Default)]
-struct Log {
-    lines: Mutex<Vec<String>>,
-    grown: Condvar,
-}
-
 /// A running `sepal`.
 pub struct Sepal {
     process: Child,
-    log: Arc<Log>,
-    reader: Option<JoinHandle<()>>,
+    log: ProcessLog,
     /// Runtime and cache folder of this process and of those started after it in its place.
     pub dir: Arc<tempfile::TempDir>,
 }
@@ -150,16 +123,8 @@ impl Sepal {
             .stderr(Stdio::piped())
             .spawn()
             .expect("start sepal");
-        let log = Arc::new(Log::default());
-        let stderr = child.stderr.take().expect("stderr is piped");
-        let sink = log.clone();
-        let reader = std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                sink.lines.lock().unwrap().push(line);
-                sink.grown.notify_all();
-            }
-        });
-        Sepal { process: child, log, reader: Some(reader), dir }
+        let log = ProcessLog::of(child.stderr.take().expect("stderr is piped"));
+        Sepal { process: child, log, dir }
     }
 
     /// Runs `sepal upgrade` to the executable `to`, or to the one that lies where the running one was.
@@ -225,32 +190,17 @@ impl Sepal {
 
     /// Everything logged so far.
     pub fn log(&self) -> String {
-        self.log.lines.lock().unwrap().join("\n")
+        self.log.text()
     }
 
     /// Waits for the `count`-th line that contains `text`.
     pub fn wait_line(&self, text: &str, count: usize) -> String {
-        let mut lines = self.log.lines.lock().unwrap();
-        let end = Instant::now() + DEADLINE;
-        loop {
-            // Looked at first: what was written before the end is in the log then.
-            let is_over = self.reader.as_ref().is_none_or(JoinHandle::is_finished);
-            if let Some(line) = lines.iter().filter(|l| l.contains(text)).nth(count - 1) {
-                return line.clone();
-            }
-            assert!(
-                !is_over && Instant::now() < end,
-                "no line {count} with {text:?} in the log:\n{}",
-                lines.join("\n")
-            );
-            let pause = Duration::from_millis(100);
-            lines = self.log.grown.wait_timeout(lines, pause).unwrap().0;
-        }
+        self.log.wait_lines(text, count).swap_remove(count - 1)
     }
 
     /// Number of lines logged so far.
     pub fn lines(&self) -> usize {
-        self.log.lines.lock().unwrap().len()
+        self.log.lines().len()
     }
 
     /// Index of the first line from `from` on that contains all of `words`.
@@ -268,7 +218,7 @@ impl Sepal {
     }
 
     fn find_from(&self, from: usize, words: &[&str]) -> Option<usize> {
-        let lines = self.log.lines.lock().unwrap();
+        let lines = self.log.lines();
         let has_all = |line: &String| words.iter().all(|word| line.contains(word));
         Some(from + lines.iter().skip(from).position(has_all)?)
     }
@@ -297,7 +247,7 @@ impl Sepal {
     }
 
     /// What `sepal status --json` says of this instance.
-    pub fn status(&self) -> serde_json::Value {
+    pub fn status(&self) -> Value {
         let out = Command::new(SEPAL)
             .args(["status", "--json"])
             .env("XDG_RUNTIME_DIR", self.dir.path())
@@ -307,12 +257,30 @@ impl Sepal {
         serde_json::from_slice(&out.stdout).expect("sepal status --json prints JSON")
     }
 
+    /// The children of this role, as `sepal status` tells them.
+    pub fn children(&self, role: &str) -> Vec<Value> {
+        let status = self.status();
+        let children = status.pointer("/0/children").and_then(Value::as_array);
+        children.into_iter().flatten().filter(|child| child["role"] == role).cloned().collect()
+    }
+
+    /// All workers, likewise.
+    pub fn workers(&self) -> Vec<Value> {
+        self.children("gpu-worker")
+    }
+
+    /// The process of the first worker that is this one, once it is ready.
+    pub fn ready_worker(&self, is_it: impl Fn(&Value) -> bool) -> Pid {
+        wait_for("a ready worker", || {
+            let workers = self.workers();
+            let is_ready = |child: &&Value| child["state"] == "ready" && is_it(child);
+            workers.iter().find(is_ready).and_then(pid_of)
+        })
+    }
+
     /// The blocks of each worker, as `sepal status` tells them.
     pub fn spans(&self) -> Vec<String> {
-        let status = self.status();
-        let children = status.pointer("/0/children").and_then(|children| children.as_array());
-        let workers = children.into_iter().flatten().filter(|child| child["role"] == "gpu-worker");
-        workers.filter_map(|worker| worker["span"].as_str()).map(str::to_owned).collect()
+        self.workers().iter().filter_map(|one| one["span"].as_str()).map(str::to_owned).collect()
     }
 
     /// Sends a signal to the supervisor alone.
@@ -335,10 +303,7 @@ impl Sepal {
         let status = wait_for("sepal to exit", || self.process.try_wait().expect("wait for sepal"));
         // The children hold the log open until they are gone, which may be a moment after their
         // parent.
-        if let Some(reader) = self.reader.take() {
-            wait_for("the log to end", || reader.is_finished().then_some(()));
-            reader.join().expect("the log is read");
-        }
+        wait_for("the log to end", || self.log.is_complete().then_some(()));
         status
     }
 
@@ -361,7 +326,7 @@ impl Drop for Sepal {
         // The children die with their parent, but not at once: they hold the log open until they
         // are gone, and may write to the folder that is removed next.
         let end = Instant::now() + DEADLINE;
-        while self.reader.as_ref().is_some_and(|r| !r.is_finished()) && Instant::now() < end {
+        while !self.log.is_complete() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(5));
         }
     }

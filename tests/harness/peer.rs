@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use p2p::{CallError, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, RpcStream, Traversal};
+use p2p::{CallError, Multiaddr, P2p, P2pConfig, P2pError, PeerId, RpcStream, Traversal};
 use prost::Message;
 use swarm::names;
 use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
@@ -12,6 +12,9 @@ use swarm::wire::tensor::{ShapeLimits, WireDtype, WireTensor, dummy_tensor, raw_
 use swarm::wire::uid;
 
 use super::DEADLINE;
+
+/// Tokens of the prompt of [`Peer::run_fed_back`].
+pub const PROMPT: usize = 21;
 
 /// A client-mode node that is connected to one server.
 pub struct Peer {
@@ -41,19 +44,9 @@ impl Peer {
     /// The same with a server that may be away.
     pub async fn try_connect(addr: &str, prefix: &str) -> Result<Peer, P2pError> {
         let addr: Multiaddr = addr.parse().expect("multiaddr");
-        let (p2p, _inbound) = P2p::start(P2pConfig {
-            keypair: Keypair::generate_ed25519(),
-            listen: vec![],
-            announce: vec![],
-            initial_peers: vec![addr.clone()],
-            kad_server: false,
-            protocols: vec![],
-            traversal: Traversal::CLIENT,
-            startup_timeout: DEADLINE,
-            max_upload_bytes_per_s: None,
-            request_memory: P2pConfig::REQUEST_MEMORY,
-        })
-        .await?;
+        let config = P2pConfig::of_caller(vec![addr.clone()], DEADLINE);
+        let config = P2pConfig { traversal: Traversal::CLIENT, ..config };
+        let (p2p, _inbound) = P2p::start(config).await?;
         let server = p2p.connect(addr).await?;
         let sessions = AtomicU64::new(0);
         Ok(Peer { p2p, server, prefix: prefix.to_owned(), adapter: None, sessions })
@@ -80,6 +73,30 @@ impl Peer {
         let id = format!("{}-{number}", self.p2p.peer_id());
         let (uids, adapter) = (uid::chain(&self.prefix, blocks), self.adapter.clone());
         Ok(Session { stream, uids, id, adapter, max_length, step: 0 })
+    }
+
+    /// A session that feeds its outputs back, so that one wrong bit anywhere changes everything after
+    /// it: a prompt of 21 tokens of `width` values, then decode steps of two rows, every third of which
+    /// swaps or shares rows as beam search does. Before each step, `between` may do harm.
+    pub async fn run_fed_back(
+        &self,
+        blocks: Range<u32>,
+        (width, seed): (usize, u32),
+        steps: usize,
+        mut between: impl FnMut(usize),
+    ) -> Vec<Vec<f32>> {
+        let mut session = self.session(blocks, (PROMPT + steps) as u32).await;
+        let prompt = noise(&[2, PROMPT, width], seed);
+        let mut outputs = vec![session.step(prompt, None).await.expect("prefill")];
+        for step in 0..steps {
+            between(step);
+            let (hidden, order) = fed_back(outputs.last().unwrap(), width, step);
+            let none = dummy_tensor(WireDtype::F32);
+            let output = session.step_with(hidden, None, none, order).await;
+            outputs.push(output.expect("a decode step"));
+        }
+        session.close().await;
+        outputs
     }
 
     /// A forward request over `blocks`.

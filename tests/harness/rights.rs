@@ -1,10 +1,8 @@
 //! What a machine or a user lacks for a check: it is said on the output, and the check is left out.
 
-use std::io::Write;
-
 /// Says that `check` is left out since `needs` is missing, whether or not the test's output is captured.
 pub fn ignored(check: &str, needs: &str) {
-    let _ = writeln!(std::io::stderr(), "ignored: {check}: needs {needs}");
+    testkit::skip::ignored(check, &format!("needs {needs}"));
 }
 
 /// Whether this process may read `/proc/PID/{maps,environ,exe,fd,...}` of the children of a server, which are

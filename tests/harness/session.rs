@@ -1,10 +1,11 @@
 //! Sessions with the demo model whose every bit counts, on single workers and on groups alike.
 
+use client::swarm::{Swarm, SwarmConfig};
 use nix::unistd::Pid;
 
 use super::demo::{demo_model, run_session_with};
 use super::peer::Peer;
-use super::{Sepal, wait_for};
+use super::{DEADLINE, Sepal};
 
 /// Between sums in another order, of values up to 1.
 const ROUNDING: f32 = 2e-4;
@@ -33,14 +34,18 @@ pub fn assert_close(got: &[f32], expected: &[f32]) {
 
 /// The process of a worker (`GROUP.RANK`) of a group of `size`, once it is ready.
 pub fn rank(sepal: &Sepal, worker: &str, size: u64) -> Pid {
-    wait_for("a ready rank", || {
-        let status = sepal.status();
-        let is_rank = |child: &&serde_json::Value| {
-            let of = child["world_size"].as_u64().unwrap_or(1);
-            child["worker"] == worker && of == size && child["state"] == "ready"
-        };
-        let children = status.pointer("/0/children")?.as_array()?;
-        let pid = children.iter().find(is_rank)?["pid"].as_i64()?;
-        Some(Pid::from_raw(i32::try_from(pid).ok()?))
+    sepal.ready_worker(|child| {
+        child["worker"] == worker && child["world_size"].as_u64().unwrap_or(1) == size
     })
+}
+
+/// A client in the swarm of the server at `addr`, of a model of so many blocks.
+pub async fn join(addr: &str, prefix: &str, num_blocks: u32) -> Swarm {
+    let joined = Swarm::join(SwarmConfig {
+        initial_peers: vec![addr.parse().expect("multiaddr")],
+        prefix: prefix.to_owned(),
+        num_blocks,
+        startup_timeout: DEADLINE,
+    });
+    joined.await.expect("the swarm")
 }

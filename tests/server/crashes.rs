@@ -93,7 +93,7 @@ async fn workers_killed_at_random_times_change_nothing() {
     while hits < KILLS_DURING_JOBS && !running.is_finished() {
         // A worker that dies again before it serves is started later and later.
         tokio::task::block_in_place(|| {
-            wait_for("a worker that serves", || phase_of_worker(&sepal.status()));
+            wait_for("a worker that serves", || phase_of_worker(&sepal));
         });
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         tokio::time::sleep(Duration::from_millis(20 + (seed >> 33) % 120)).await;
@@ -102,7 +102,7 @@ async fn workers_killed_at_random_times_change_nothing() {
         if kill(worker, Signal::SIGSTOP).is_err() {
             continue;
         }
-        let phase = phase_of_worker(&sepal.status());
+        let phase = phase_of_worker(&sepal);
         kill(worker, Signal::SIGKILL).unwrap();
         if let Some(phase) = phase {
             kills += 1;
@@ -125,9 +125,8 @@ async fn workers_killed_at_random_times_change_nothing() {
 }
 
 /// What the worker was doing, if it serves.
-fn phase_of_worker(status: &serde_json::Value) -> Option<String> {
-    let processes = status.pointer("/0/children")?.as_array()?;
-    let worker = processes.iter().find(|p| p["role"] == "gpu-worker" && p["state"] == "ready")?;
+fn phase_of_worker(sepal: &Sepal) -> Option<String> {
+    let worker = sepal.workers().into_iter().find(|worker| worker["state"] == "ready")?;
     worker["phase"].as_str().map(str::to_owned)
 }
 
@@ -136,7 +135,7 @@ fn stop_in_a_unit(sepal: &Sepal, worker: Pid, is_over: impl Fn() -> bool) -> boo
     while !is_over() {
         kill(worker, Signal::SIGSTOP).unwrap();
         // A stopped worker shows on the board what it was doing.
-        if phase_of_worker(&sepal.status()).as_deref() == Some("unit") {
+        if phase_of_worker(sepal).as_deref() == Some("unit") {
             return true;
         }
         kill(worker, Signal::SIGCONT).unwrap();
@@ -268,10 +267,7 @@ async fn a_worker_that_posts_a_completion_twice_is_replaced_and_nothing_is_lost(
     assert!(got == expected, "results differ from an undisturbed run");
     wait_for("another worker", || (rank(&sepal, "0.0", 1) != worker).then_some(()));
     assert_eq!(sepal.netd(), netd);
-    let status = sepal.status();
-    let children = status.pointer("/0/children").and_then(|all| all.as_array()).unwrap();
-    let worker = children.iter().find(|child| child["role"] == "gpu-worker").unwrap();
-    let death = worker["last_death"].to_string();
+    let death = sepal.workers()[0]["last_death"].to_string();
     assert!(death.contains("which is not in flight"), "{death}");
     assert_eq!(sepal.terminate().code(), Some(0));
 }

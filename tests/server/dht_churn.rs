@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use netd::dht_node;
 use netd::join::Joined;
-use shared::config::DhtNodeConfig;
+
 use swarm::dht::driver::unix_now;
 use swarm::dht::id::DhtId;
 use swarm::dht::storage::{Item, Stored, Timed};
 use swarm::wire::msgpack::Value;
+use testkit::configs::dht_node_config;
 use tokio::time::timeout;
 
 use crate::harness::DEADLINE;
@@ -28,20 +29,7 @@ const REPLACED: usize = SHORT.0;
 const CHURN: Duration = Duration::from_secs(5);
 
 async fn node(initial_peers: Vec<String>) -> Joined {
-    let config = DhtNodeConfig {
-        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
-        announce_maddrs: Vec::new(),
-        initial_peers,
-        identity_path: None,
-        use_relay: true,
-        relay_bits_per_s: 100e6,
-        use_auto_relay: false,
-        use_upnp: false,
-        dials_private_nets: true,
-        refresh_period: DEADLINE,
-        startup_timeout: DEADLINE,
-    };
-    dht_node::start(&config).await.expect("a node starts")
+    dht_node::start(&dht_node_config(initial_peers)).await.expect("a node starts")
 }
 
 fn key(block: usize) -> DhtId {

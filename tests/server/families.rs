@@ -3,7 +3,8 @@
 
 use std::path::PathBuf;
 
-use crate::harness::{DEADLINE, Sepal, root};
+use crate::harness::session::join;
+use crate::harness::{Sepal, root};
 use client::chain::Chain;
 use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
@@ -11,7 +12,6 @@ use client::head::Head;
 use client::local::LocalModel;
 use client::report::Report;
 use client::sampling::{Sampler, SamplingConfig};
-use client::swarm::{Swarm, SwarmConfig};
 
 /// Most guesses for one step.
 const GUESSES: usize = 8;
@@ -38,14 +38,8 @@ impl Family {
 
     async fn decode(&self, sampling: SamplingConfig, guesses: usize) -> Report {
         let model = LocalModel::load(&self.folder, None, 1).expect("the model");
-        let swarm = Swarm::join(SwarmConfig {
-            initial_peers: vec![self.sepal.addr().parse().expect("multiaddr")],
-            prefix: format!("tiny-{}", self.name),
-            num_blocks: model.num_blocks(),
-            startup_timeout: DEADLINE,
-        })
-        .await
-        .expect("the swarm");
+        let prefix = format!("tiny-{}", self.name);
+        let swarm = join(&self.sepal.addr(), &prefix, model.num_blocks()).await;
         let prompt = self.tokens("prompt");
         let sampler = Sampler::new(sampling).expect("settings");
         let drafts = Drafts::new(guesses);

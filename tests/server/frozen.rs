@@ -37,6 +37,19 @@ fn replaced(role: fn(&Sepal) -> Pid, sepal: &Sepal, old: Pid) {
     wait_for("another process", || (role(sepal) != old && !alive(old)).then_some(()));
 }
 
+/// Runs a session twice, the second time with `harm` in its middle, which costs it no bit.
+async fn survives(sepal: &Sepal, mut harm: impl FnMut()) {
+    let addr = sepal.addr();
+    let expected = run_session(&addr, STEPS, |_| ()).await;
+    let got = run_session(&addr, STEPS, |step| {
+        if step == HARM {
+            harm()
+        }
+    })
+    .await;
+    assert!(got == expected, "results differ from an undisturbed run");
+}
+
 /// Each case waits for `--hang_timeout`, all of them at once.
 #[test]
 fn what_is_silent_is_replaced_and_after_a_standstill_nobody_is() {
@@ -59,16 +72,12 @@ fn what_is_silent_is_replaced_and_after_a_standstill_nobody_is() {
 
 async fn a_worker_stopped_while_idle() {
     let sepal = serve(&[]);
-    let (netd, worker, addr) = (sepal.netd(), sepal.worker(), sepal.addr());
-    let expected = run_session(&addr, STEPS, |_| ()).await;
-    let got = run_session(&addr, STEPS, |step| {
-        if step == HARM {
-            kill(worker, Signal::SIGSTOP).unwrap();
-            replaced(Sepal::worker, &sepal, worker);
-        }
+    let (netd, worker) = (sepal.netd(), sepal.worker());
+    survives(&sepal, || {
+        kill(worker, Signal::SIGSTOP).unwrap();
+        replaced(Sepal::worker, &sepal, worker);
     })
     .await;
-    assert!(got == expected, "results differ from an undisturbed run");
     assert_eq!(sepal.netd(), netd);
     assert_hung(&sepal, "gpu-worker 0.0");
     assert_eq!(sepal.terminate().code(), Some(0));
@@ -76,15 +85,8 @@ async fn a_worker_stopped_while_idle() {
 
 async fn a_worker_stopped_with_a_job() {
     let sepal = serve(&[]);
-    let (netd, worker, addr) = (sepal.netd(), sepal.worker(), sepal.addr());
-    let expected = run_session(&addr, STEPS, |_| ()).await;
-    let got = run_session(&addr, STEPS, |step| {
-        if step == HARM {
-            kill(worker, Signal::SIGSTOP).unwrap();
-        }
-    })
-    .await;
-    assert!(got == expected, "results differ from an undisturbed run");
+    let (netd, worker) = (sepal.netd(), sepal.worker());
+    survives(&sepal, || kill(worker, Signal::SIGSTOP).unwrap()).await;
     assert!(!alive(worker) && sepal.worker() != worker, "the worker was replaced");
     assert_eq!(sepal.netd(), netd);
     assert_hung(&sepal, "gpu-worker 0.0");
@@ -109,16 +111,8 @@ async fn a_worker_that_hangs_in_a_job() {
 /// The other rank waits for it, and is silent no less.
 async fn a_stopped_rank_is_to_blame(stopped: usize) {
     let sepal = serve(SHAPES[1]);
-    let addr = sepal.addr();
-    let expected = run_session(&addr, STEPS, |_| ()).await;
     let victim = rank(&sepal, stopped);
-    let got = run_session(&addr, STEPS, |step| {
-        if step == HARM {
-            kill(victim, Signal::SIGSTOP).unwrap();
-        }
-    })
-    .await;
-    assert!(got == expected, "rank {stopped}: results differ");
+    survives(&sepal, || kill(victim, Signal::SIGSTOP).unwrap()).await;
     assert!(!alive(victim));
     assert_hung(&sepal, &format!("gpu-worker 0.{stopped}"));
     let other = format!("killing child=gpu-worker 0.{} generation=1 why=\"hangs", 1 - stopped);
@@ -181,23 +175,19 @@ fn a_prepare_stopped_while_it_waits_for_its_blocks() {
 /// on one after the other, the supervisor first, and checks that all are there.
 async fn stop_and_go_on(stopped: fn(&Sepal) -> Vec<Pid>) {
     let sepal = serve(&[]);
-    let (netd, worker, addr) = (sepal.netd(), sepal.worker(), sepal.addr());
-    let expected = run_session(&addr, STEPS, |_| ()).await;
-    let got = run_session(&addr, STEPS, |step| {
-        if step == HARM {
-            let pids = stopped(&sepal);
-            pids.iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).expect("it is there"));
-            std::thread::sleep(STANDSTILL);
-            for pid in &pids {
-                kill(*pid, Signal::SIGCONT).expect("it is there");
-                // It answers after it has looked at its children, which was due long ago.
-                sepal.status();
-                sepal.status();
-            }
+    let (netd, worker) = (sepal.netd(), sepal.worker());
+    survives(&sepal, || {
+        let pids = stopped(&sepal);
+        pids.iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).expect("it is there"));
+        std::thread::sleep(STANDSTILL);
+        for pid in &pids {
+            kill(*pid, Signal::SIGCONT).expect("it is there");
+            // It answers after it has looked at its children, which was due long ago.
+            sepal.status();
+            sepal.status();
         }
     })
     .await;
-    assert!(got == expected, "results differ from an undisturbed run");
     assert_eq!((sepal.netd(), sepal.worker()), (netd, worker));
     assert!(!sepal.log().contains("hangs"), "{}", sepal.log());
     assert_eq!(sepal.terminate().code(), Some(0));

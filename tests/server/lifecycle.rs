@@ -219,9 +219,7 @@ fn a_tiny_folder_for_shared_memory_is_enough() {
 fn status_is_told_while_netd_is_down_and_while_it_is_stopped() {
     let sepal = serve();
     let netd_state = || {
-        let status = sepal.status();
-        let children = status.pointer("/0/children").unwrap().as_array().unwrap().clone();
-        let netd = children.into_iter().find(|child| child["role"] == "netd").unwrap();
+        let netd = &sepal.children("netd")[0];
         (netd["state"].as_str().unwrap().to_owned(), netd["generation"].as_u64().unwrap())
     };
     let netd = sepal.netd();

@@ -13,16 +13,21 @@ use crate::harness::{Sepal, wait_for};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use prepare::disk_cache::DiskCache;
+use swarm::wire::messages::Tensor;
 
 /// The worker that serves `span`, once it is ready.
 fn worker_with(sepal: &Sepal, span: &str) -> Pid {
-    wait_for("a worker", || {
-        let status = sepal.status();
-        let children = status.pointer("/0/children")?.as_array()?;
-        let worker =
-            children.iter().find(|child| child["span"] == span && child["state"] == "ready")?;
-        i32::try_from(worker["pid"].as_i64()?).ok().map(Pid::from_raw)
-    })
+    sepal.ready_worker(|child| child["span"] == span)
+}
+
+/// Hidden states of five tokens.
+fn prompt() -> Tensor {
+    noise(&[1, 5, HIDDEN], 1)
+}
+
+/// Those of the next.
+fn next() -> Tensor {
+    noise(&[1, 1, HIDDEN], 2)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -30,8 +35,6 @@ async fn when_a_worker_is_lost_for_good_the_rest_stays_served_with_its_sessions(
     let sepal = serve(&["--device", "cpu,cpu", "--max_restarts", "0"]);
     let (netd, lost) = (sepal.netd(), worker_with(&sepal, "4:8"));
     let peer = Peer::connect(&sepal.addr(), "demo").await;
-    let prompt = || noise(&[1, 5, HIDDEN], 1);
-    let next = || noise(&[1, 1, HIDDEN], 2);
     let mut undisturbed = peer.session(0..4, 16).await;
     let expected = [
         undisturbed.step(prompt(), None).await.unwrap(),
@@ -61,8 +64,6 @@ async fn a_device_that_was_put_aside_is_tried_again_while_sessions_on_the_rest_g
     let sepal = serve(&["--device", "cpu,cpu", "--max_restarts", "0", "--retry_after", "1"]);
     let (netd, lost) = (sepal.netd(), worker_with(&sepal, "4:8"));
     let peer = Peer::connect(&sepal.addr(), "demo").await;
-    let prompt = || noise(&[1, 5, HIDDEN], 1);
-    let next = || noise(&[1, 1, HIDDEN], 2);
     let mut whole = peer.session(0..8, 16).await;
     let expected =
         [whole.step(prompt(), None).await.unwrap(), whole.step(next(), None).await.unwrap()];
@@ -128,8 +129,6 @@ async fn a_group_that_loses_a_rank_does_not_disturb_the_others() {
     let devices = ["--device", "cpu,cpu,cpu,cpu", "--tensor_parallel_size", "2"];
     let sepal = serve(&[&devices[..], &["--max_restarts", "0"]].concat());
     let peer = Peer::connect(&sepal.addr(), "demo").await;
-    let prompt = || noise(&[1, 5, HIDDEN], 1);
-    let next = || noise(&[1, 1, HIDDEN], 2);
     let mut undisturbed = peer.session(0..4, 16).await;
     let mut on_both = peer.session(0..8, 16).await;
     let (first, both) = (

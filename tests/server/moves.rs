@@ -9,13 +9,12 @@ use std::time::Duration;
 
 use crate::harness::demo::{HIDDEN, demo_model};
 use crate::harness::peer::{Peer, Session, noise};
-use crate::harness::session::SHAPES;
+use crate::harness::session::{SHAPES, join};
 use crate::harness::{
-    self, DEADLINE, Sepal, all_at_once, block_on, children_of, command_line, generate, wait_for,
+    DEADLINE, Sepal, all_at_once, block_on, children_of, command_line, generate, wait_for,
 };
 use client::chain::Chain;
 use client::states::Hidden;
-use client::swarm::SwarmConfig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use swarm::dht::driver::{Dht, DhtConfig};
@@ -246,14 +245,7 @@ async fn without_memory_for_both_the_old_blocks_are_left_first() {
     ];
     let swarm = Swarm::with_spare(SHAPES[0], &LIMITS);
     let expected_text = swarm.text();
-    let client = client::swarm::Swarm::join(SwarmConfig {
-        initial_peers: vec![swarm.first.addr().parse().unwrap()],
-        prefix: "demo".to_owned(),
-        num_blocks: 8,
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .unwrap();
+    let client = join(&swarm.first.addr(), "demo", 8).await;
     let first: p2p::PeerId = swarm.first.peer_id().parse().unwrap();
     let spare: p2p::PeerId = swarm.spare.peer_id().parse().unwrap();
     client.refresh().await.unwrap();

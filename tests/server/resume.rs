@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use crate::harness::demo::{Golden, demo_model, golden};
 use crate::harness::rights::may_look_into_children;
-use crate::harness::{DEADLINE, Sepal, wait_for};
+use crate::harness::session::join;
+use crate::harness::{Sepal, wait_for};
 use client::chain::Chain;
 use client::local::LocalModel;
 use client::states::Hidden;
-use client::swarm::{Swarm, SwarmConfig};
 use nix::sys::signal::{Signal, kill};
 
 /// What a text saw.
@@ -23,16 +23,6 @@ fn model() -> LocalModel {
     LocalModel::load(&demo_model(), Some(shared::dtype::DType::F32), 1).expect("the demo model")
 }
 
-async fn join(sepal: &Sepal, model: &LocalModel) -> Swarm {
-    let joined = Swarm::join(SwarmConfig {
-        initial_peers: vec![sepal.addr().parse().expect("multiaddr")],
-        prefix: "demo".to_owned(),
-        num_blocks: model.num_blocks(),
-        startup_timeout: DEADLINE,
-    });
-    joined.await.expect("join")
-}
-
 fn states(model: &mut LocalModel, tokens: &[u32]) -> Hidden {
     let bytes = model.embed(tokens).expect("known tokens").into();
     Hidden { dtype: model.dtype(), rows: 1, tokens: tokens.len(), bytes }
@@ -41,7 +31,7 @@ fn states(model: &mut LocalModel, tokens: &[u32]) -> Hidden {
 /// Generates greedily with our client; before each step `between` may do harm.
 async fn generate(sepal: &Sepal, golden: &Golden, mut between: impl FnMut(usize)) -> Seen {
     let mut model = model();
-    let swarm = join(sepal, &model).await;
+    let swarm = join(&sepal.addr(), "demo", model.num_blocks()).await;
     let length = golden.prompt_ids.len() + golden.ids.len();
     let mut chain = Chain::open(&swarm, length as u32).await.expect("a chain");
     let (mut tokens, mut longest) = (Vec::new(), Duration::ZERO);
@@ -130,7 +120,7 @@ async fn a_session_without_its_client_is_parked_until_its_grace_is_over() {
     let sepal = serve(&["--session_grace", "3", "--log", "info,netd=debug"]);
     let parked = || sepal.status().pointer("/0/figures/kv/parked")?.as_u64();
     let mut model = model();
-    let swarm = join(&sepal, &model).await;
+    let swarm = join(&sepal.addr(), "demo", model.num_blocks()).await;
     let mut chain = Chain::open(&swarm, 64).await.expect("a chain");
     chain.step(states(&mut model, &[0, 5, 6])).await.expect("a step");
     assert_eq!(parked(), Some(0));
@@ -148,7 +138,7 @@ async fn a_parked_session_is_shown() {
     let sepal = serve(&LONG_GRACE);
     let parked = || sepal.status().pointer("/0/figures/kv/parked")?.as_u64();
     let mut model = model();
-    let swarm = join(&sepal, &model).await;
+    let swarm = join(&sepal.addr(), "demo", model.num_blocks()).await;
     let mut chain = Chain::open(&swarm, 64).await.expect("a chain");
     chain.step(states(&mut model, &[0, 5, 6])).await.expect("a step");
     swarm.leave().await;

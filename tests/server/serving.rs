@@ -5,12 +5,12 @@ use std::process::Command;
 use crate::harness::demo::{Golden, demo_model, follow, golden};
 use crate::harness::peer::{Peer, ids, noise};
 use crate::harness::pipe::one_message_pipe;
+use crate::harness::session::join;
 use crate::harness::{
-    self, Dht, SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for,
+    Dht, SEPAL, Sepal, children_of, command_line, generate, serve_args, wait_for,
 };
 use client::batch::forward;
 use client::states::Hidden;
-use client::swarm::{Swarm, SwarmConfig};
 use nix::sys::signal::{Signal, kill};
 use swarm::wire::tensor::{WireDtype, dummy_tensor};
 
@@ -73,14 +73,7 @@ async fn batches_go_many_ways_and_survive_the_death_of_a_server() {
     let second = Sepal::join(&first, &demo_model(), "demo", &more("0:5"));
     let _third = Sepal::join(&first, &demo_model(), "demo", &more("5:8"));
     let peer = Peer::connect(&first.addr(), "demo").await;
-    let swarm = Swarm::join(SwarmConfig {
-        initial_peers: vec![first.addr().parse().unwrap()],
-        prefix: "demo".to_owned(),
-        num_blocks: 8,
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .unwrap();
+    let swarm = join(&first.addr(), "demo", 8).await;
     let batch = |rows: usize, tokens: usize| Hidden {
         dtype: shared::dtype::DType::F32,
         rows,
@@ -159,9 +152,7 @@ fn a_text_goes_on_when_every_server_of_the_chain_dies_one_after_another() {
 
 /// Whether a server has a session open.
 fn used(sepal: &Sepal) -> bool {
-    let status = sepal.status();
-    let children = status.pointer("/0/children").and_then(|c| c.as_array()).unwrap();
-    children.iter().any(|c| c["role"] == "gpu-worker" && c["jobs_done"].as_u64() > Some(0))
+    sepal.workers().iter().any(|worker| worker["jobs_done"].as_u64() > Some(0))
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -5,27 +5,15 @@
 use crate::harness::demo::demo_model;
 use crate::harness::golden::{Golden, close};
 use crate::harness::peer::noise;
-use crate::harness::session::SHAPES;
-use crate::harness::{self, Dht, Sepal, all_at_once, block_on};
+use crate::harness::session::{SHAPES, join};
+use crate::harness::{Dht, Sepal, all_at_once, block_on};
 use client::batch::{Gradients, backward, forward, forward_kept};
 use client::chain::{Chain, ChainError, Step};
 use client::states::{Hidden, Prompts};
-use client::swarm::{Swarm, SwarmConfig};
 use p2p::PeerId;
 use shared::dtype::DType;
 
 const F32: [&str; 2] = ["--torch_dtype", "float32"];
-
-async fn join(addr: &str, prefix: &str, num_blocks: u32) -> Swarm {
-    Swarm::join(SwarmConfig {
-        initial_peers: vec![addr.parse().unwrap()],
-        prefix: prefix.to_owned(),
-        num_blocks,
-        startup_timeout: harness::DEADLINE,
-    })
-    .await
-    .unwrap()
-}
 
 fn states(rows: usize, tokens: usize, width: usize, seed: u32) -> Hidden {
     Hidden { dtype: DType::F32, rows, tokens, bytes: noise(&[rows, tokens, width], seed).buffer }

@@ -14,7 +14,7 @@ use crate::harness::peer::{Peer, noise};
 use crate::harness::rights::may_look_into_children;
 use crate::harness::session::{SHAPES, serve};
 use crate::harness::{
-    self, DEADLINE, SEPAL, Sepal, another_build, children_of, serve_args, wait_for,
+    self, DEADLINE, SEPAL, Sepal, another_build, children_of, pid_of, serve_args, wait_for,
 };
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -53,16 +53,11 @@ fn all_run(server: &Sepal, build: &Path) {
 /// Waits until all workers are of another process than `before`, and ready.
 fn wait_for_new_workers(server: &Sepal, before: &[Pid]) {
     wait_for("the workers to be replaced", || {
-        let status = server.status();
-        let children = status.pointer("/0/children")?.as_array()?.clone();
-        let mut workers = children.iter().filter(|child| child["role"] == "gpu-worker").peekable();
-        workers.peek()?;
+        let workers = server.workers();
         let is_new = |child: &serde_json::Value| {
-            let pid = child["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok());
-            child["state"] == "ready"
-                && pid.is_some_and(|pid| !before.contains(&Pid::from_raw(pid)))
+            child["state"] == "ready" && pid_of(child).is_some_and(|pid| !before.contains(&pid))
         };
-        workers.all(is_new).then_some(())
+        (!workers.is_empty() && workers.iter().all(is_new)).then_some(())
     });
 }
 

@@ -151,22 +151,8 @@ mod tests {
     use super::*;
 
     fn facts(quant_type: QuantType) -> ModelFacts {
-        ModelFacts {
-            name: "owner/model".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 16,
-            hidden_size: 64,
-            attention_heads: 4,
-            kv_heads: 4,
-            head_dim: 16,
-            dtype: DType::Bf16,
-            quant_type,
-            block_bytes: 1,
-            client_bytes: 0,
-            adapters: Vec::new(),
-        }
+        let (name, dtype) = ("owner/model".into(), DType::Bf16);
+        ModelFacts { name, num_blocks: 16, dtype, quant_type, ..testkit::facts::facts() }
     }
 
     fn names(count: usize) -> Vec<String> {

@@ -277,22 +277,7 @@ mod tests {
     fn what_is_kept_for_all_devices_is_that_of_the_slowest() {
         let directory = tempfile::tempdir().unwrap();
         let cache = cache(directory.path());
-        let model = ModelFacts {
-            name: "owner/model".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 1,
-            hidden_size: 64,
-            attention_heads: 4,
-            kv_heads: 4,
-            head_dim: 16,
-            dtype: shared::dtype::DType::F32,
-            quant_type: shared::config::QuantType::None,
-            block_bytes: 1,
-            client_bytes: 0,
-            adapters: Vec::new(),
-        };
+        let model = testkit::facts::facts();
         let worker = WorkerConfig { threads: 3, ..WorkerConfig::default() };
         let devices = [Device::Cpu, Device::Emulator(0)];
         let kept = || cache.kept(&model, devices.chunks(1), &worker);

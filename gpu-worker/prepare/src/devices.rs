@@ -110,8 +110,10 @@ mod tests {
     use model::rates::{Freshness, Key};
     use shared::survey::Capacity;
 
-    use super::*;
+    use testkit::facts::facts;
     use testkit::models::llama_config;
+
+    use super::*;
 
     #[test]
     fn the_emulator_has_what_it_is_given_and_the_processor_is_left_out() {
@@ -122,25 +124,6 @@ mod tests {
             let found = device_memory(&devices, most, &spec, |_| spec.clone()).unwrap();
             assert_eq!(found.len(), 1);
             assert_eq!((found[0].device, found[0].free_bytes), (Device::Emulator(0), wanted));
-        }
-    }
-
-    fn facts() -> ModelFacts {
-        ModelFacts {
-            name: "tiny".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 3,
-            hidden_size: 64,
-            attention_heads: 4,
-            kv_heads: 2,
-            head_dim: 16,
-            dtype: shared::dtype::DType::F32,
-            quant_type: shared::config::QuantType::None,
-            block_bytes: 1,
-            client_bytes: 0,
-            adapters: Vec::new(),
         }
     }
 

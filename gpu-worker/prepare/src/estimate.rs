@@ -154,6 +154,7 @@ fn processor(threads: usize) -> Option<Peak> {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+    use testkit::facts::facts;
 
     use super::*;
 
@@ -201,22 +202,7 @@ mod tests {
             "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
             "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
         }));
-        let facts = ModelFacts {
-            name: "m".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 2,
-            hidden_size: 64,
-            attention_heads: 4,
-            kv_heads: 4,
-            head_dim: 16,
-            dtype: DType::Bf16,
-            quant_type: shared::config::QuantType::None,
-            block_bytes: 69_888,
-            client_bytes: 0,
-            adapters: Vec::new(),
-        };
+        let facts = ModelFacts { dtype: DType::Bf16, block_bytes: 69_888, ..facts() };
         let worker = WorkerConfig::default();
         let mut of = |groups: &[Vec<Device>]| peaks.estimate(&llama, &facts, groups, &worker);
         let cpu = of(&[vec![Device::Cpu]]).unwrap();

@@ -221,7 +221,7 @@ pub fn ranges(numbers: impl IntoIterator<Item = u32>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use shared::config::HubConfig;
+    use testkit::configs::prepare_config;
 
     use super::*;
 
@@ -236,15 +236,7 @@ mod tests {
     }
 
     fn config(quant_type: QuantType, is_quant_named: bool) -> PrepareConfig {
-        PrepareConfig {
-            model: "m".into(),
-            dtype: None,
-            quant_type,
-            is_quant_named,
-            adapters: Vec::new(),
-            cache_dir: "/nowhere".into(),
-            hub: HubConfig::default(),
-        }
+        PrepareConfig { quant_type, is_quant_named, ..prepare_config("m", "/nowhere") }
     }
 
     #[test]

@@ -18,8 +18,10 @@ use shared::dtype::DType;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, PageId};
 use tempfile::TempDir;
+use testkit::configs::prepare_config;
 use testkit::models::*;
 use testkit::process::{DEADLINE, Seat, Spawned, as_child, spawn, wait};
+use testkit::span;
 
 use super::*;
 
@@ -35,17 +37,8 @@ struct TinyModel {
 /// A model folder and a cache folder of their own.
 fn place(dtype: Option<DType>) -> TinyModel {
     let root = tempfile::tempdir().unwrap();
-    let model = root.path().join("tiny").to_str().unwrap().to_owned();
-    let config = PrepareConfig {
-        model,
-        dtype,
-        quant_type: QuantType::None,
-        is_quant_named: false,
-        adapters: Vec::new(),
-        cache_dir: root.path().join("cache"),
-        hub: shared::config::HubConfig::default(),
-    };
-    TinyModel { _root: root, config }
+    let config = prepare_config(root.path().join("tiny"), root.path().join("cache"));
+    TinyModel { _root: root, config: PrepareConfig { dtype, ..config } }
 }
 
 impl TinyModel {
@@ -61,10 +54,6 @@ impl TinyModel {
         let folder = self.config.cache_dir.join("prepared/m-tiny");
         std::fs::read_dir(folder).map_or(vec![], |files| files.map(Result::unwrap).collect())
     }
-}
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
 }
 
 fn tensor<'a>(weights: &'a MappedWeights, block: u32, name: &str) -> &'a [u8] {

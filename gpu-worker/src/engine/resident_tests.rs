@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use blocks::map::MappedWeights;
 use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Taken};
-use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::JobId;
-use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
+use shared::job::{JobBody, Prompts, SlotRef, WorkKind};
+use testkit::jobs::job_body;
 
 use super::tests::{Bench, HIDDEN, SLOT, mixture, model};
 use super::{Begun, Engine};
@@ -35,19 +35,14 @@ fn body(bench: &Bench<'_>, kind: WorkKind) -> JobBody {
     let states = BATCH * TOKENS * HIDDEN as u32;
     let prompts = BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN as u32;
     let body = JobBody {
-        kind,
         dtype: DType::Bf16,
-        blocks: (0..BLOCKS).map(BlockIndex).collect(),
-        adapter: None,
-        batch: BATCH,
-        tokens: TOKENS,
         hidden: HIDDEN as u32,
-        pages: StepPages::default(),
         input: slot(0, states),
         output: slot(1, states),
         prompts: Some(Prompts { slot: slot(2, prompts), batch: BATCH, tokens: PROMPT_TOKENS }),
         output_gradient: (kind == WorkKind::Backward).then(|| slot(3, states)),
         prompt_gradient: (kind == WorkKind::Backward).then(|| slot(4, prompts)),
+        ..job_body(kind, BATCH, TOKENS, BLOCKS)
     };
     for (number, len) in [(0, states), (2, prompts), (3, states)] {
         let value = |i: u32| half::bf16::from_f32((i as f32 * 0.731 + number as f32).sin());

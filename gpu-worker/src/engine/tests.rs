@@ -10,13 +10,13 @@ use kernels::cuda::emu::Emu;
 use model::BlockSpec;
 use model::sizing::{GRAPH_LAUNCH_BYTES, Sharing, graph_block_bytes};
 use serde_json::json;
-use shared::block::BlockIndex;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
 use shared::job::{JobBody, Prompts, SlotRef, StepPages, WorkKind};
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
+use testkit::jobs::job_body;
 use testkit::models::{bytes, values, word};
 use testkit::wide_models::{mixture_config, mixture_tensors, wide_config, wide_tensors};
 
@@ -94,12 +94,8 @@ impl<'w> Bench<'w> {
         let first = 8 * session as u32;
         let prompts = (self.prompts > 0).then(|| self.prompts_of(session));
         JobBody {
-            kind: WorkKind::of_step(1, tokens as u32),
             dtype: DType::Bf16,
-            blocks: (0..BLOCKS).map(BlockIndex).collect(),
             adapter,
-            batch: 1,
-            tokens: tokens as u32,
             hidden: HIDDEN as u32,
             pages: StepPages {
                 prefixes: vec![prefix as u32],
@@ -109,8 +105,7 @@ impl<'w> Bench<'w> {
             input,
             output,
             prompts,
-            output_gradient: None,
-            prompt_gradient: None,
+            ..job_body(WorkKind::of_step(1, tokens as u32), 1, tokens as u32, BLOCKS)
         }
     }
 

@@ -7,7 +7,7 @@ use shared::block::BlockIndex;
 use shared::control::Role;
 use shared::dtype::DType;
 use shared::ids::{Generation, PageId, Rank, WorldSize};
-use shared::job::{PageCopy, Prompts, SlotRef, StepPages, WorkKind};
+use shared::job::{PageCopy, Prompts, SlotRef, WorkKind};
 use shared::shm::doorbell::Doorbell;
 use shared::shm::segment::MemfdSegment;
 
@@ -43,7 +43,7 @@ fn with_drain_time<Out>(
     let (commands, inbox) = sync_channel(8);
     let parts = LinkParts::new(FIRST, FIRST);
     commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
-    let mut netd = parts.netd();
+    let mut netd = Netd::of(parts);
     thread::scope(|scope| {
         let (seat, board) = (&seat.seat, seat.board.try_clone().unwrap());
         let executor = scope.spawn(move || {
@@ -431,7 +431,7 @@ fn a_new_link_drops_what_the_old_one_asked_for() {
         let long: Vec<_> = (0..100).map(|s| netd_forward(old, &limits, s)).collect();
         commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
         old.wake_always();
-        let mut new = parts.netd();
+        let mut new = Netd::of(parts);
         let body = new.job(WorkKind::Forward, &limits, 1, &input(1, 1));
         new.call(&body).unwrap();
         let answered = std::iter::from_fn(|| old.next(Duration::ZERO)).count();

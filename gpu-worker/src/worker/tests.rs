@@ -133,7 +133,7 @@ impl Worker {
             }
             other => panic!("{other:?} instead of Linked"),
         }
-        parts.netd()
+        Netd::of(parts)
     }
 
     fn seen(&self) -> ChildSnapshot {

@@ -3,25 +3,15 @@
 //! manifest and the map.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
-use blocks::map::MappedWeights;
+use blocks::SaveLevel;
 use prepare::Inspected;
-use safetensors::SafeTensors;
-use shared::block::{BlockIndex, Span};
+use shared::block::Span;
 use shared::config::{PrepareConfig, QuantType};
+use testkit::configs::prepare_config;
 
+use crate::training::Pass;
 use crate::*;
-
-fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden")
-}
-
-fn read(path: &Path) -> HashMap<String, Vec<f32>> {
-    let bytes = fs::read(path.join("expected.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
-    tensors.map(|(name, t)| (name, convert::to_vec(DType::F32, t.data()))).collect()
-}
 
 /// A model of `tests/golden/blocks` with adapters, ready to run.
 struct Loaded {
@@ -32,9 +22,6 @@ struct Loaded {
     tokens: usize,
     _cache: tempfile::TempDir,
 }
-
-/// Sequences of the golden data.
-const BATCH: usize = 2;
 
 impl Loaded {
     fn new(base: &str, adapters: &[&str], quant_type: QuantType) -> Loaded {
@@ -49,25 +36,21 @@ impl Loaded {
         quant_type: QuantType,
     ) -> Loaded {
         let cache = tempfile::tempdir().unwrap();
-        let model = golden().join("blocks").join(base);
-        let path = |name: &&str| golden().join("adapters").join(name).to_str().unwrap().to_owned();
-        let config = fs::read(model.join("config.json")).unwrap();
-        let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+        let model = golden_folder("blocks").join(base);
+        let path = |name: &&str| golden_folder("adapters").join(name).to_str().unwrap().to_owned();
+        let config = config_of(&model);
         let prepare = PrepareConfig {
-            model: model.to_str().unwrap().to_owned(),
             dtype: dtype.or(config["torch_dtype"].as_str().map(|name| name.parse().unwrap())),
             quant_type,
-            is_quant_named: false,
             adapters: adapters.iter().map(path).collect(),
-            hub: Default::default(),
-            cache_dir: cache.path().to_owned(),
+            ..prepare_config(&model, &cache)
         };
         let mut inspected = Inspected::new(&prepare).unwrap();
         let span = Span::new(0, inspected.facts.num_blocks).unwrap();
         let manifest = inspected.make_ready(span, |_| Ok(())).unwrap();
         assert_eq!(manifest.model.adapters, prepare.adapters);
         let weights = MappedWeights::map(&manifest, span, || ()).unwrap();
-        let given = read(&model);
+        let given = expected(&model);
         let tokens = given["input"].len() / (BATCH * inspected.spec.hidden);
         Loaded {
             spec: inspected.spec,
@@ -82,30 +65,11 @@ impl Loaded {
     /// Blocks for `rows` sequences.
     fn chain(&self, adapters: &[Option<u32>]) -> (Chain<'_>, Vec<Vec<PageId>>) {
         let mut cpu = Cpu::new(2);
-        let block = |index: usize| {
-            let index = BlockIndex(index as u32);
-            let mut block = BlockWeights::new(&mut cpu, &self.spec, self.dtype, |name| {
-                self.weights.tensor(index, name)
-            })
-            .unwrap();
-            for adapter in 0..self.weights.adapter_count() {
-                let find = |name: &str| self.weights.adapter(adapter, index, name);
-                block.add_adapter(&mut cpu, &self.spec, find).unwrap();
-            }
-            block
-        };
-        let blocks = (0..self.spec.num_blocks).map(block).collect();
+        let blocks = mapped_blocks(&mut cpu, &self.spec, self.dtype, &self.weights);
         let (tables, pages) = shuffled_tables(adapters.len(), self.tokens);
         let mut chain = Chain::of(&self.spec, self.dtype, blocks, cpu, pages);
         chain.adapters = adapters.to_vec();
         (chain, tables)
-    }
-
-    /// Tokens `range` of every sequence of `[rows, tokens, hidden]`.
-    fn part(&self, values: &[f32], range: &std::ops::Range<usize>) -> Vec<f32> {
-        let width = self.spec.hidden;
-        let rows = values.chunks(self.tokens * width);
-        rows.flat_map(|row| row[range.start * width..range.end * width].to_vec()).collect()
     }
 
     /// Output of every block `[blocks][rows, tokens, hidden]` for sequences `x` with an adapter
@@ -116,14 +80,10 @@ impl Loaded {
         let mut outputs = vec![vec![0.0; x.len()]; self.spec.num_blocks];
         let mut from = 0;
         for &to in ends {
-            let row = |pages| StepRow::new(to - from, from, pages);
-            let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
-            let mut hidden = self.part(x, &(from..to));
+            let rows = rows_of(&tables, &(from..to));
+            let mut hidden = cut_out(x, self.tokens * width, from * width..to * width);
             for (all, step) in outputs.iter_mut().zip(chain.run(&rows, &mut hidden)) {
-                for (row, part) in step.chunks((to - from) * width).enumerate() {
-                    let at = (row * self.tokens + from) * width;
-                    all[at..at + part.len()].copy_from_slice(part);
-                }
+                put(all, &step, self.tokens * width, from * width);
             }
             from = to;
         }
@@ -140,50 +100,21 @@ impl Loaded {
         cut: usize,
     ) -> Vec<f32> {
         let (mut chain, tables) = self.chain(adapters);
-        chain.lengths = vec![self.tokens; adapters.len()];
-        let (width, tokens) = (self.spec.hidden, self.tokens);
-        let rows = |range: &std::ops::Range<usize>| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow::new(range.len(), range.start, pages);
-            tables.iter().map(|pages| row(pages)).collect()
+        let pass = Pass {
+            tables: &tables,
+            tokens: self.tokens,
+            x,
+            gradient,
+            prompts: &|_, _| Vec::new(),
+            cut,
+            level: SaveLevel::Nothing,
+            turns: false,
         };
-        let (mut hidden, mut inputs) = (x.to_vec(), Vec::new());
-        for block in 0..self.spec.num_blocks {
-            inputs.push(hidden.clone());
-            chain.block(block, &rows(&(0..tokens)), &[], &mut hidden);
-        }
-        let mut gradient = gradient.to_vec();
-        for block in (0..self.spec.num_blocks).rev() {
-            let kv = adapters.len() * tokens * self.spec.kv_heads * self.spec.head_dim;
-            let mut taken = Taken {
-                keys: vec![0.0; kv],
-                values: vec![0.0; kv],
-                starts: (0..adapters.len()).map(|row| row * tokens).collect(),
-                gradient: Vec::new(),
-            };
-            for from in (0..tokens).step_by(cut).rev() {
-                let range = from..tokens.min(from + cut);
-                taken.gradient = self.part(&gradient, &range);
-                chain.gradient(
-                    block,
-                    &rows(&range),
-                    &[],
-                    &self.part(&inputs[block], &range),
-                    &mut taken,
-                    SavedActivations::default(),
-                );
-                for (row, values) in taken.gradient.chunks(range.len() * width).enumerate() {
-                    let at = (row * tokens + from) * width;
-                    gradient[at..at + values.len()].copy_from_slice(values);
-                }
-            }
-        }
-        gradient
+        chain.there_and_back(&pass).input
     }
 
     fn assert_near(&self, got: &[f32], wanted: &[f32], what: &str) {
-        assert_eq!(got.len(), wanted.len(), "{what}");
-        let difference: f32 = got.iter().zip(wanted).map(|(g, w)| (g - w).powi(2)).sum();
-        let error = (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt();
+        let error = relative_error(got, wanted);
         println!("{what}: relative error {error:.1e}");
         let tolerance = if self.dtype == DType::F32 { 1e-5 } else { 3e-2 };
         assert!(error <= tolerance, "{what}: relative error {error}");
@@ -193,12 +124,12 @@ impl Loaded {
 #[test]
 fn adapters_of_every_family_give_what_peft_gives() {
     let folders: Vec<_> =
-        fs::read_dir(golden().join("adapters")).unwrap().map(|e| e.unwrap().path()).collect();
+        fs::read_dir(golden_folder("adapters")).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(folders.len() >= 14, "golden data is missing");
     for folder in folders {
         let name = folder.file_name().unwrap().to_str().unwrap();
         let loaded = Loaded::new(name.split('.').next().unwrap(), &[name], QuantType::None);
-        let (expected, both) = (read(&folder), [Some(0); BATCH]);
+        let (expected, both) = (expected(&folder), [Some(0); BATCH]);
         let (x, tokens) = (&loaded.given["input"], loaded.tokens);
         let steps: Vec<usize> = (16..=tokens).collect();
         for (ends, what) in [(&[tokens][..], "forward"), (&steps, "cached")] {
@@ -268,7 +199,7 @@ fn rows_of_different_adapters_and_of_none_share_a_batch_and_change_no_bit_of_eac
 /// What transformers computes in float32 of the same checkpoint, rounded to float16 on the way.
 #[test]
 fn every_family_is_served_in_float16_with_the_error_of_float16() {
-    let folders = fs::read_dir(golden().join("blocks")).unwrap();
+    let folders = fs::read_dir(golden_folder("blocks")).unwrap();
     for folder in folders.map(|e| e.unwrap().path()) {
         let name = folder.file_name().unwrap().to_str().unwrap();
         if name.ends_with("bf16") {
@@ -294,7 +225,7 @@ fn every_family_is_served_in_float16_with_the_error_of_float16() {
         let got = loaded.run(&x, &[Some(0); BATCH], &[loaded.tokens]).concat();
         assert!(got.iter().all(|v| v.is_finite()));
         if quant == QuantType::None {
-            let wanted = &read(&golden().join("adapters").join(name))["forward"];
+            let wanted = &expected(&golden_folder("adapters").join(name))["forward"];
             loaded.assert_near(&got, wanted, name);
         }
     }

@@ -3,19 +3,12 @@
 //! and gradients. Quantized weights are quantized here, and by bitsandbytes there.
 
 use std::fs;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
 
-use blocks::{ActivationStore, SaveLevel};
-use model::Qkv;
-use safetensors::SafeTensors;
-use serde_json::Value;
+use blocks::SaveLevel;
 
 use crate::golden::checkpoint;
+use crate::training::{Gradients, Pass, prompts_on};
 use crate::*;
-
-/// Rows of the inputs.
-const BATCH: usize = 2;
 
 /// Blocks with their expected results.
 struct Golden {
@@ -30,9 +23,8 @@ struct Golden {
 }
 
 fn golden() -> Vec<Golden> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/blocks");
-    let mut paths: Vec<PathBuf> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let folders = fs::read_dir(golden_folder("blocks")).unwrap();
+    let mut paths: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
     paths.sort();
     assert!(paths.len() >= 34, "golden data is missing");
     let all = [QuantType::None, QuantType::Int8, QuantType::Nf4];
@@ -40,24 +32,12 @@ fn golden() -> Vec<Golden> {
     cases.collect()
 }
 
-/// Tensors of a file in float32, by their names after `prefix`.
-fn floats(path: &Path, prefix: &str) -> HashMap<String, Vec<f32>> {
-    let bytes = fs::read(path).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let named = file.tensors().into_iter().filter_map(|(name, tensor)| {
-        let name = name.strip_prefix(prefix)?.to_owned();
-        Some((name, convert::to_vec(DType::F32, tensor.data())))
-    });
-    named.collect()
-}
-
 impl Golden {
     fn read(path: &Path, quant: QuantType) -> Golden {
-        let config: Value =
-            serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+        let config = config_of(path);
         let spec = BlockSpec::from_config(&config).unwrap();
         let mut tensors = checkpoint(path);
-        let mut expected = floats(&path.join("expected.safetensors"), "");
+        let mut expected = expected(path);
         if quant != QuantType::None {
             for tensor in (0..spec.num_blocks).flat_map(|block| spec.tensors(block)) {
                 let stored = spec.quant_of(&tensor.name, tensor.shape.len(), quant);
@@ -106,9 +86,7 @@ impl Golden {
     }
 
     fn assert_near(&self, got: &[f32], wanted: &[f32], what: &str) {
-        assert_eq!(got.len(), wanted.len(), "{}: {what}", self.name);
-        let difference: f32 = got.iter().zip(wanted).map(|(g, w)| (g - w).powi(2)).sum();
-        let error = (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt();
+        let error = relative_error(got, wanted);
         println!("{}: {what}: relative error {error:.1e}", self.name);
         assert!(error <= self.tolerance(), "{}: {what}: relative error {error}", self.name);
     }
@@ -130,8 +108,7 @@ impl Golden {
         let mut from = 0;
         let mut steps = Vec::new();
         for &to in ends {
-            let row = |pages| StepRow::new(to - from, from, pages);
-            let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
+            let rows = rows_of(&tables, &(from..to));
             let mut hidden = self.part("input", 0, from..to);
             let outputs = if batched {
                 chain.run(&rows, &mut hidden)
@@ -200,17 +177,6 @@ fn cuts_batches_and_threads_change_no_bit_of_any_family() {
     }
 }
 
-/// Tokens of the deep prompts.
-const PREFIX: usize = 3;
-
-/// What backward gives.
-struct Gradients {
-    output: Vec<f32>,
-    input: Vec<f32>,
-    /// `[blocks, batch, prefix, hidden]`.
-    prompts: Vec<f32>,
-}
-
 impl Golden {
     /// Forward and then backward through all blocks, each sequence taken back in pieces that begin
     /// at multiples of `cut`. Forward leaves what `level` says, and in the last block is made
@@ -222,98 +188,22 @@ impl Golden {
         with_prompts: bool,
         level: Option<SaveLevel>,
     ) -> Gradients {
-        let (width, batch, tokens) = (self.spec.hidden, self.batch, self.tokens);
-        let (tables, pages) = shuffled_tables(batch, tokens);
+        let (tables, pages) = shuffled_tables(self.batch, self.tokens);
         let mut chain = Chain::new(&self.spec, self.dtype, &self.tensors, threads, pages);
-        chain.lengths = vec![tokens; batch];
-        let rows = |from: usize, to: usize| -> Vec<StepRow<'_>> {
-            let row = |pages| StepRow::new(to - from, from, pages);
-            tables.iter().map(|pages| row(pages)).collect()
+        let prompts = |block: usize, tokens: &Range<usize>| -> Vec<PromptPart<'_>> {
+            let rows = if with_prompts { 0..self.batch } else { 0..0 };
+            prompts_on(&self.expected["prompts"], self.spec.hidden, block, rows, tokens)
         };
-        // Prompts of a block that fall on tokens `from..to` of every row.
-        let prompts = |block: usize, from: usize, to: usize| -> Vec<PromptPart<'_>> {
-            let rows = (0..batch).filter(|_| with_prompts && from < PREFIX);
-            let part = |row: usize| {
-                let at = (block * batch + row) * PREFIX;
-                let range = (at + from) * width..(at + PREFIX.min(to)) * width;
-                PromptPart {
-                    offset: row * (to - from) * width,
-                    values: &self.expected["prompts"][range],
-                }
-            };
-            rows.map(part).collect()
-        };
-        let mut hidden = self.expected["input"].clone();
-        let mut inputs = Vec::new();
-        let store = |_| {
-            ActivationStore::new(
-                &mut Cpu::new(1),
-                &self.spec,
-                level.unwrap_or_default(),
-                batch * tokens,
-            )
-        };
-        let mut stores: Vec<ActivationStore<Cpu>> = (0..self.spec.num_blocks).map(store).collect();
-        for (block, store) in stores.iter_mut().enumerate() {
-            inputs.push(hidden.clone());
-            let (rows, prompts) = (rows(0, tokens), prompts(block, 0, tokens));
-            let turns = level.is_some() && block + 1 == self.spec.num_blocks;
-            if turns {
-                // What keys() does not leave must not be taken for left.
-                let left = if matches!(self.spec.qkv, Qkv::Fused(_)) {
-                    SaveLevel::Queries
-                } else {
-                    SaveLevel::Nothing
-                };
-                let left = left.min(level.unwrap_or_default());
-                *store = ActivationStore::new(&mut chain.cpu, &self.spec, left, batch * tokens);
-            }
-            let saved = store.part(0..batch * tokens);
-            chain.send(block, &rows, &prompts, &mut hidden, saved, turns);
-        }
-        let mut gradient = self.expected["output_gradient"].clone();
-        let mut prompt_gradients = Vec::new();
-        for block in (0..self.spec.num_blocks).rev() {
-            let kv = batch * tokens * self.spec.kv_heads * self.spec.head_dim;
-            let mut taken = Taken {
-                keys: vec![0.0; kv],
-                values: vec![0.0; kv],
-                starts: (0..batch).map(|row| row * tokens).collect(),
-                gradient: Vec::new(),
-            };
-            for from in (0..tokens).step_by(cut).rev() {
-                let to = tokens.min(from + cut);
-                let part = |values: &[f32]| -> Vec<f32> {
-                    let rows = values.chunks(tokens * width);
-                    rows.flat_map(|row| row[from * width..to * width].to_vec()).collect()
-                };
-                taken.gradient = part(&gradient);
-                let (rows, prompts) = (rows(from, to), prompts(block, from, to));
-                let parts = (0..batch).map(|row| {
-                    let saved = stores[block].part(row * tokens + from..row * tokens + to);
-                    [saved.queries, saved.between, saved.gate, saved.up]
-                        .map(|part| part.map(|p| p.to_vec()))
-                });
-                let mut parts = parts
-                    .reduce(|all, row| {
-                        let mut row = row.into_iter();
-                        all.map(|all| Some([all?, row.next()??].concat()))
-                    })
-                    .unwrap();
-                let [queries, between, gate, up] = parts.each_mut().map(|part| part.as_deref_mut());
-                let saved = SavedActivations { queries, between, gate, up };
-                let x = part(&inputs[block]);
-                chain.gradient(block, &rows, &prompts, &x, &mut taken, saved);
-                for (row, values) in taken.gradient.chunks((to - from) * width).enumerate() {
-                    let at = (row * tokens + from) * width;
-                    gradient[at..at + values.len()].copy_from_slice(values);
-                }
-            }
-            let first =
-                gradient.chunks(tokens * width).flat_map(|row| row[..PREFIX * width].to_vec());
-            prompt_gradients.splice(0..0, first);
-        }
-        Gradients { output: hidden, input: gradient, prompts: prompt_gradients }
+        chain.there_and_back(&Pass {
+            tables: &tables,
+            tokens: self.tokens,
+            x: &self.expected["input"],
+            gradient: &self.expected["output_gradient"],
+            prompts: &prompts,
+            cut,
+            level: level.unwrap_or_default(),
+            turns: level.is_some(),
+        })
     }
 }
 

@@ -1,7 +1,6 @@
 //! Every checkpoint of `tests/golden` against what transformers computed with it.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use kernels::Backend;
 use kernels::ops::{Linear, Rmsnorm};
@@ -26,9 +25,8 @@ struct Golden {
 }
 
 fn golden() -> Vec<Golden> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
-    let mut paths: Vec<PathBuf> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let folders = fs::read_dir(golden_folder("")).unwrap();
+    let mut paths: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
     paths.retain(|path| path.join("expected.safetensors").exists());
     paths.sort();
     assert!(paths.len() >= 7, "golden data is missing");
@@ -37,8 +35,7 @@ fn golden() -> Vec<Golden> {
 
 impl Golden {
     fn read(path: &Path) -> Golden {
-        let config: Value =
-            serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+        let config = config_of(path);
         let bytes = fs::read(path.join("expected.safetensors")).unwrap();
         let expected = SafeTensors::deserialize(&bytes).unwrap();
         let floats =
@@ -83,7 +80,7 @@ impl Golden {
     }
 
     /// Embeddings of tokens `range` of every row.
-    fn embed(&self, range: std::ops::Range<usize>) -> Vec<f32> {
+    fn embed(&self, range: Range<usize>) -> Vec<f32> {
         let table = self.tensors["model.embed_tokens.weight"].view();
         let mut hidden = vec![0.0; self.batch * range.len() * self.spec.hidden];
         let tokens =
@@ -124,22 +121,14 @@ impl Golden {
     /// Relative error (2-norm of the difference over 2-norm) of tokens `range` of all rows after
     /// block `block`. The bfloat16 results of transformers are themselves 5e-3 off those that
     /// it gets in float32.
-    fn error(
-        &self,
-        expected: &[f32],
-        block: usize,
-        range: std::ops::Range<usize>,
-        got: &[f32],
-    ) -> f32 {
+    fn error(&self, expected: &[f32], block: usize, range: Range<usize>, got: &[f32]) -> f32 {
         let (width, (_, total)) = (self.spec.hidden, self.lengths());
         let tokens = (0..self.batch)
             .flat_map(|row| range.clone().map(move |at| (block * self.batch + row) * total + at));
         let wanted: Vec<f32> = tokens
             .flat_map(|token| expected[token * width..(token + 1) * width].to_vec())
             .collect();
-        assert_eq!(wanted.len(), got.len());
-        let difference: f32 = got.iter().zip(&wanted).map(|(g, w)| (g - w).powi(2)).sum();
-        (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt()
+        relative_error(got, &wanted)
     }
 }
 
@@ -212,7 +201,7 @@ fn a_pass_without_cache_gives_what_transformers_gives() {
         let total = golden.lengths().1;
         let (tables, pages) = shuffled_tables(golden.batch, total);
         let mut chain = Chain::new(&golden.spec, golden.dtype, &golden.tensors, 2, pages);
-        let rows: Vec<_> = tables.iter().map(|pages| StepRow::new(total, 0, pages)).collect();
+        let rows = rows_of(&tables, &(0..total));
         let mut hidden = golden.embed(0..total);
         for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
             let error = golden.error(&golden.forward, block, 0..total, got);
@@ -231,8 +220,7 @@ fn greedy_decoding_over_pages_gives_the_tokens_and_states_of_transformers() {
         let mut from = 0;
         while from < total {
             let to = if from == 0 { prompt } else { from + 1 };
-            let rows: Vec<_> =
-                tables.iter().map(|pages| StepRow::new(to - from, from, pages)).collect();
+            let rows = rows_of(&tables, &(from..to));
             let mut hidden = golden.embed(from..to);
             for (block, got) in chain.run(&rows, &mut hidden).iter().enumerate() {
                 let error = golden.error(&golden.cached, block, from..to, got);
@@ -243,10 +231,8 @@ fn greedy_decoding_over_pages_gives_the_tokens_and_states_of_transformers() {
                 );
             }
             let width = golden.spec.hidden;
-            let last: Vec<f32> = hidden
-                .chunks((to - from) * width)
-                .flat_map(|row| row[row.len() - width..].to_vec())
-                .collect();
+            let row = (to - from) * width;
+            let last = cut_out(&hidden, row, row - width..row);
             let wanted: Vec<i64> = (0..golden.batch).map(|row| golden.token(row, to)).collect();
             assert_eq!(
                 golden.greedy_tokens(&mut chain.cpu, &last),
@@ -270,8 +256,7 @@ fn any_cut_batch_and_thread_count_gives_the_same_bits() {
             let mut output = vec![f32::NAN; golden.batch * total * width];
             for from in (0..total).step_by(cut) {
                 let to = total.min(from + cut);
-                let row = |pages| StepRow::new(to - from, from, pages);
-                let rows: Vec<_> = tables.iter().map(|pages| row(pages)).collect();
+                let rows = rows_of(&tables, &(from..to));
                 let mut hidden = golden.embed(from..to);
                 let per_row = (to - from) * width;
                 match batched {
@@ -282,10 +267,7 @@ fn any_cut_batch_and_thread_count_gives_the_same_bits() {
                         })
                     }
                 }
-                for (row, values) in hidden.chunks(per_row).enumerate() {
-                    output[(row * total + from) * width..(row * total + to) * width]
-                        .copy_from_slice(values);
-                }
+                put(&mut output, &hidden, total * width, from * width);
             }
             bits(&output)
         };

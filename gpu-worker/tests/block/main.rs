@@ -6,20 +6,101 @@ mod families;
 mod golden;
 mod petals;
 mod shards;
+mod training;
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use blocks::kv::page_layout;
 use blocks::kv::{KvPool, KvShape};
+use blocks::map::MappedWeights;
 use blocks::{
     BlockWeights, GradientWork, PromptPart, SavedActivations, Sums, Workspace, add_prompts,
     backward, forward_saving, keys,
 };
 use kernels::ops::convert;
 use kernels::quant::{int8, nf4};
-use kernels::{Cpu, DType, KvPages, QuantType, StepRow, WeightView};
+use kernels::{Backend, Cpu, DType, KvPages, QuantType, StepRow, WeightView};
 use model::BlockSpec;
+use safetensors::SafeTensors;
+use shared::block::BlockIndex;
 use shared::ids::PageId;
+use training::Taken;
+
+/// Sequences of the golden data.
+const BATCH: usize = 2;
+
+/// A folder of the golden data.
+fn golden_folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name)
+}
+
+/// Tensors of a file in float32, by their names after `prefix`.
+fn floats(path: &Path, prefix: &str) -> HashMap<String, Vec<f32>> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let named = file.tensors().into_iter().filter_map(|(name, tensor)| {
+        let name = name.strip_prefix(prefix)?.to_owned();
+        Some((name, convert::to_vec(DType::F32, tensor.data())))
+    });
+    named.collect()
+}
+
+/// What is expected of the golden data in a folder.
+fn expected(folder: &Path) -> HashMap<String, Vec<f32>> {
+    floats(&folder.join("expected.safetensors"), "")
+}
+
+fn config_of(folder: &Path) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap()
+}
+
+/// The 2-norm of the difference over that of `wanted`.
+fn relative_error(got: &[f32], wanted: &[f32]) -> f32 {
+    assert_eq!(got.len(), wanted.len());
+    let difference: f32 = got.iter().zip(wanted).map(|(g, w)| (g - w).powi(2)).sum();
+    (difference / wanted.iter().map(|w| w.powi(2)).sum::<f32>()).sqrt()
+}
+
+/// `tokens` of the rows of these page tables.
+fn rows_of<'t>(tables: &'t [Vec<PageId>], tokens: &Range<usize>) -> Vec<StepRow<'t>> {
+    let row = |pages| StepRow::new(tokens.len(), tokens.start, pages);
+    tables.iter().map(|pages| row(pages)).collect()
+}
+
+/// Values `part` of every row of `width` values.
+fn cut_out(all: &[f32], width: usize, part: Range<usize>) -> Vec<f32> {
+    all.chunks(width).flat_map(|row| row[part.clone()].to_vec()).collect()
+}
+
+/// Puts `part` `[rows, ..]` into rows of `width` values, `start` values behind where they begin.
+fn put(all: &mut [f32], part: &[f32], width: usize, start: usize) {
+    let len = part.len() / (all.len() / width);
+    for (row, part) in all.chunks_mut(width).zip(part.chunks(len)) {
+        row[start..start + len].copy_from_slice(part);
+    }
+}
+
+/// All blocks of mapped weights, with their adapters.
+fn mapped_blocks<'w, B: Backend>(
+    backend: &mut B,
+    spec: &BlockSpec,
+    dtype: DType,
+    weights: &'w MappedWeights,
+) -> Vec<BlockWeights<'w, B>> {
+    let block = |index: usize| {
+        let index = BlockIndex(index as u32);
+        let tensor = |name: &str| weights.tensor(index, name);
+        let mut block = BlockWeights::new(backend, spec, dtype, tensor).unwrap();
+        for adapter in 0..weights.adapter_count() {
+            let find = |name: &str| weights.adapter(adapter, index, name);
+            block.add_adapter(backend, spec, find).unwrap();
+        }
+        block
+    };
+    (0..spec.num_blocks).map(block).collect()
+}
 
 /// A tensor in memory, a vector as a matrix of one row.
 #[derive(Clone)]
@@ -129,7 +210,12 @@ impl<'w> Chain<'w> {
         hidden: &mut [f32],
     ) {
         self.send(index, rows, prompts, hidden, SavedActivations::default(), false);
-        assert!(hidden.iter().all(|&v| v == convert::round(self.dtype, v) && v.is_finite()));
+        assert!(self.is_served(hidden));
+    }
+
+    /// Whether all these values are finite and of the type that is served.
+    fn is_served(&self, hidden: &[f32]) -> bool {
+        hidden.iter().all(|&v| v == convert::round(self.dtype, v) && v.is_finite())
     }
 
     /// Sends `hidden` through block `index`, or as far as its keys and values, leaving what is to
@@ -201,14 +287,6 @@ impl<'w> Chain<'w> {
             })
             .collect()
     }
-}
-
-/// What the pieces of a sequence pass on to each other on the way back.
-struct Taken {
-    keys: Vec<f32>,
-    values: Vec<f32>,
-    starts: Vec<usize>,
-    gradient: Vec<f32>,
 }
 
 /// Page tables of `rows` rows of `tokens` positions over shuffled, interleaved pages; page 0 stays

@@ -207,16 +207,11 @@ fn run<'w>(
     let (input, mut output) = (input(width), vec![f32::NAN; BATCH * TOKENS * width]);
     let mut prefix = 0;
     for &tokens in steps {
-        let rows: Vec<StepRow<'_>> =
-            tables.iter().map(|pages| StepRow::new(tokens, prefix, pages)).collect();
-        let part = |row: usize| {
-            ((row * TOKENS + prefix) * width)..((row * TOKENS + prefix + tokens) * width)
-        };
-        let mut hidden: Vec<f32> = (0..BATCH).flat_map(|row| input[part(row)].to_vec()).collect();
+        let rows = rows_of(&tables, &(prefix..prefix + tokens));
+        let part = prefix * width..(prefix + tokens) * width;
+        let mut hidden = cut_out(&input, TOKENS * width, part);
         chain.block(0, &rows, &[], &mut hidden);
-        for (row, values) in hidden.chunks(tokens * width).enumerate() {
-            output[part(row)].copy_from_slice(values);
-        }
+        put(&mut output, &hidden, TOKENS * width, prefix * width);
         prefix += tokens;
     }
     (output, chain)
@@ -256,17 +251,11 @@ fn the_gradient_is_that_of_petals() {
         let tensors = weights(&spec);
         let (_, mut chain) = run(&spec, &tensors, &[TOKENS]);
         let (tables, _) = shuffled_tables(BATCH, TOKENS);
-        let rows: Vec<StepRow<'_>> =
-            tables.iter().map(|pages| StepRow::new(TOKENS, 0, pages)).collect();
-        let kv = BATCH * TOKENS * spec.kv_heads * spec.head_dim;
+        let rows = rows_of(&tables, &(0..TOKENS));
         let output_gradient =
             (0..BATCH * TOKENS * spec.hidden).map(|i| (0.11 * i as f64).cos() as f32);
-        let mut taken = Taken {
-            keys: vec![0.0; kv],
-            values: vec![0.0; kv],
-            starts: vec![0, TOKENS],
-            gradient: output_gradient.collect(),
-        };
+        let mut taken = Taken::new(&spec, BATCH, TOKENS);
+        taken.gradient = output_gradient.collect();
         let (x, saved) = (input(spec.hidden), SavedActivations::default());
         chain.gradient(0, &rows, &[], &x, &mut taken, saved);
         assert_near(&taken.gradient[..3], &case.gradient, case.name);

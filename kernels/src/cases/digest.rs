@@ -61,10 +61,10 @@ pub(super) fn digest_cases<B: Subject, C: Case>(
 #[cfg(test)]
 mod tests {
     use shared::build::NUMERICS;
+    use testkit::skip::ignored;
 
     use super::*;
     use crate::cpu::{Cpu, Isa};
-    use crate::untested::ignored;
 
     /// Names of instruction sets, separated by commas, that the machine must have: for CI, where a test
     /// that leaves one out is an error.

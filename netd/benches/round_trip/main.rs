@@ -14,7 +14,6 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use netd::workers::arena::{self, ArenaMemory, SlotClass};
@@ -24,14 +23,13 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use shared::block::Span;
-use shared::control::{FdTag, LinkInit, WorkerUp};
-use shared::ids::{Generation, GroupId, WorkerId};
-use shared::job::{Completion, JobDescriptor, WorkKind};
+use shared::control::WorkerUp;
+use shared::ids::Generation;
+use shared::job::WorkKind;
 use shared::shm::arena::ArenaMap;
 use shared::shm::doorbell::{Doorbell, MAX_SPIN};
-use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
-use shared::survey::Capacity;
+use testkit::link::{FakeWorker, LinkParts, another, identity};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -40,6 +38,7 @@ const ROUND_TRIPS: usize = 2_000;
 const WARM_UP: usize = 200;
 /// Blocks of the worker.
 pub const BLOCKS: u32 = 4;
+const FIRST: Generation = Generation(1);
 /// Pages per block that the worker claims to have.
 pub const KV_PAGES: u32 = 128;
 
@@ -130,7 +129,7 @@ fn bare_threads(core: usize) -> Vec<Duration> {
 
 async fn bare_reactor(core: usize) -> Vec<Duration> {
     let other = Other::start(&["bare", &core.to_string()]);
-    let back = watched(Doorbell::from_fd(other.back.try_clone().expect("a bell")).expect("a bell"));
+    let back = watched(another(&other.back));
     let mut times = Vec::with_capacity(WARM_UP + ROUND_TRIPS);
     for _ in 0..WARM_UP + ROUND_TRIPS {
         let start = Instant::now();
@@ -150,9 +149,10 @@ async fn link(core: usize, spins: bool) -> Vec<Duration> {
     let body = slots.slot(0);
     let holds = Arc::new(Holds { slots, pages: None });
     let (broken, _reports) = tokio::sync::mpsc::channel(1);
-    let link = Arc::new(Link::new(worker.up.worker, worker.up.span, 0, broken));
-    let [submission, completion] = worker.bells();
-    link.up(&worker.up, worker.rings(), submission, completion).expect("linked");
+    let up = worker.up();
+    let link = Arc::new(Link::new(up.worker, up.span, 0, broken));
+    let [submission, completion] = worker.parts.bells();
+    link.up(&up, worker.parts.rings(), submission, completion).expect("linked");
     let mut times = Vec::with_capacity(WARM_UP + ROUND_TRIPS);
     for _ in 0..WARM_UP + ROUND_TRIPS {
         let start = Instant::now();
@@ -180,12 +180,13 @@ pub struct Other {
 
 impl Other {
     fn start(arguments: &[&str]) -> Other {
-        Other::start_with(arguments, None)
+        let bells = [(); 2].map(|()| Doorbell::new().expect("a bell"));
+        Other::start_with(arguments, bells, None)
     }
 
     /// With `error` as its standard error.
-    fn start_with(arguments: &[&str], error: Option<OwnedFd>) -> Other {
-        let (there, back) = (Doorbell::new().expect("a bell"), Doorbell::new().expect("a bell"));
+    fn start_with(arguments: &[&str], bells: [Doorbell; 2], error: Option<OwnedFd>) -> Other {
+        let [there, back] = bells;
         let child = Command::new("/proc/self/exe")
             .args(arguments)
             .stdin(Stdio::from(there.try_clone().expect("a bell")))
@@ -204,59 +205,26 @@ impl Drop for Other {
     }
 }
 
-/// A worker process that answers every job without looking at it, and what netd is told of it.
+/// A worker process that answers every job without looking at it.
 pub struct Worker {
-    other: Other,
-    /// What netd is told.
-    pub up: WorkerUp,
-    rings: RingPair,
+    _other: Other,
+    /// Its link, for netd.
+    pub parts: LinkParts,
 }
 
 impl Worker {
     /// Starts it on `core`.
     pub fn start(core: usize, spins: bool) -> Worker {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("sepal-bench-{}-{number}", std::process::id());
-        let rings = RingPair::create(&name, &identity()).expect("rings");
+        let parts = LinkParts::new(FIRST, FIRST);
         let spin = if spins { "spin" } else { "sleep" };
-        let pass_on = rings.try_clone().expect("rings");
-        let other = Other::start_with(&["worker", &core.to_string(), spin], Some(pass_on));
-        let identity = identity();
-        let up = WorkerUp {
-            worker: identity.worker,
-            span: Span::new(0, BLOCKS).expect("a span"),
-            kv_pages: KV_PAGES,
-            kv_survives: true,
-            kv_version: 0,
-            capacity: Capacity::default(),
-            link: LinkInit {
-                netd_generation: identity.netd_generation,
-                worker_generation: identity.worker_generation,
-                arena_bytes: 0,
-                fds: FdTag(0),
-            },
-        };
-        Worker { other, up, rings }
+        let arguments = ["worker", &core.to_string(), spin];
+        let _other = Other::start_with(&arguments, parts.bells(), Some(parts.rings()));
+        Worker { _other, parts }
     }
 
-    /// The rings, for netd.
-    pub fn rings(&self) -> OwnedFd {
-        self.rings.try_clone().expect("rings")
-    }
-
-    /// Submission and completion bell, for netd.
-    pub fn bells(&self) -> [Doorbell; 2] {
-        [&self.other.there, &self.other.back]
-            .map(|bell| Doorbell::from_fd(bell.try_clone().expect("a bell")).expect("a bell"))
-    }
-}
-
-fn identity() -> RingIdentity {
-    RingIdentity {
-        worker: WorkerId::solo(GroupId(0)),
-        worker_generation: Generation(1),
-        netd_generation: Generation(1),
+    /// What netd is told.
+    pub fn up(&self) -> WorkerUp {
+        self.parts.worker_up(Span::new(0, BLOCKS).expect("a span"), KV_PAGES)
     }
 }
 
@@ -270,25 +238,14 @@ fn answer_bells(core: &str) {
 }
 
 fn answer_jobs(core: &str, spins: bool) {
-    let [there, back] = inherited(core);
+    let bells = inherited(core);
     let rings = io::stderr().as_fd().try_clone_to_owned().expect("rings");
-    let pair = RingPair::open(rings, &identity()).expect("rings");
-    let (mut jobs, mut completions) = pair.worker_end();
+    let mut worker = FakeWorker::open(rings, &identity(FIRST, FIRST), bells);
     let spin = if spins { MAX_SPIN } else { Duration::ZERO };
     loop {
-        jobs.wait(&there, spin, Duration::from_secs(1)).expect("wait");
-        while let Some(entry) = jobs.pop().expect("a sound ring") {
-            let job = JobDescriptor::decode(&entry).expect("a job");
-            let completion = Completion {
-                id: job.id,
-                worker_generation: job.worker_generation,
-                netd_generation: job.netd_generation,
-                result: Ok(()),
-                queue_ns: 0,
-                compute_ns: 0,
-            };
-            completions.push(completion.encode()).expect("room");
-            completions.ring_if_sleeping(&back).expect("ring");
+        worker.wait(spin, Duration::from_secs(1));
+        while let Some(job) = worker.take() {
+            worker.post(worker.completion(job.id).encode());
         }
     }
 }

@@ -17,10 +17,9 @@ use netd::sessions::queue::WaitQueue;
 use netd::sessions::shares::NetOf;
 use netd::workers::Workers;
 use netd::workers::arena::{self, ArenaMemory};
-use p2p::{Keypair, P2p, P2pConfig, Traversal};
+use p2p::{P2p, P2pConfig};
 use prost::Message;
 use shared::block::Span;
-use shared::dtype::DType;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
 use shared::shm::arena::ArenaMap;
@@ -30,6 +29,7 @@ use swarm::wire::messages::ExpertRequest;
 use swarm::wire::metadata::StepMetadata;
 use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
 use swarm::wire::uid;
+use testkit::facts::facts;
 use tokio::sync::watch;
 
 use crate::{BLOCKS, KV_PAGES, Worker, end_with_parent, micros, percentile};
@@ -47,10 +47,13 @@ pub async fn measure(core: usize) {
     let plan = arena::plan(ARENA_BYTES, HIDDEN as u64 * 4).expect("a plan");
     let arena = ArenaMemory::new(ArenaMap::map(&arena).expect("map"), plan);
     let (workers, _broken) = Workers::new(arena);
-    let [submission, completion] = worker.bells();
-    workers.up(&worker.up, worker.rings(), submission, completion).expect("linked");
+    let [submission, completion] = worker.parts.bells();
+    workers.up(&worker.up(), worker.parts.rings(), submission, completion).expect("linked");
     let (_draining, drained) = watch::channel(false);
-    let (server, inbound) = node(vec!["/ip4/127.0.0.1/tcp/0".into()], Vec::new()).await;
+    let mut served = protocols();
+    served.push(reachability::protocol());
+    let config = P2pConfig::on_loopback(Vec::new(), served, LIMIT);
+    let (server, inbound) = P2p::start(config).await.expect("a node");
     let service = Arc::new(service(workers, server.clone(), drained));
     let (_online, serving) = watch::channel(Some(service.clone()));
     let router = Router {
@@ -79,22 +82,7 @@ pub async fn measure(core: usize) {
 
 fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Service {
     let span = Span::new(0, BLOCKS).expect("a span");
-    let facts = ModelFacts {
-        name: "bench".into(),
-        repository: None,
-        model_type: "llama".into(),
-        dht_prefix: None,
-        num_blocks: BLOCKS,
-        hidden_size: HIDDEN as u32,
-        attention_heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        dtype: DType::F32,
-        quant_type: shared::config::QuantType::None,
-        block_bytes: 1,
-        client_bytes: 0,
-        adapters: Vec::new(),
-    };
+    let facts = ModelFacts { num_blocks: BLOCKS, hidden_size: HIDDEN as u32, ..facts() };
     let limits =
         Limits { inference_max_length: 1024, attn_cache_tokens: 1024, max_batch_size: 1024 };
     let pool = Pool::new(span, KV_PAGES, limits.attn_cache_tokens);
@@ -119,29 +107,6 @@ fn service(workers: Workers, p2p: P2p, draining: watch::Receiver<bool>) -> Servi
     })
 }
 
-async fn node(
-    listen: Vec<String>,
-    initial_peers: Vec<p2p::Multiaddr>,
-) -> (P2p, tokio::sync::mpsc::Receiver<p2p::Inbound>) {
-    let mut all = protocols();
-    all.push(reachability::protocol());
-    let serves = !listen.is_empty();
-    P2p::start(P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: listen.iter().map(|a| a.parse().expect("an address")).collect(),
-        announce: Vec::new(),
-        initial_peers,
-        kad_server: serves,
-        protocols: if serves { all } else { Vec::new() },
-        traversal: Traversal::NONE,
-        startup_timeout: LIMIT,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    })
-    .await
-    .expect("a node")
-}
-
 /// The client's process: one session, [`STEPS`] tokens, each step when the one before is answered.
 pub fn client(core: &str, addr: &str) {
     end_with_parent(core);
@@ -154,7 +119,8 @@ pub fn client(core: &str, addr: &str) {
 
 async fn generate(addr: &str) -> Vec<Duration> {
     let addr: p2p::Multiaddr = addr.parse().expect("an address");
-    let (p2p, _inbound) = node(Vec::new(), vec![addr.clone()]).await;
+    let config = P2pConfig::of_caller(vec![addr.clone()], LIMIT);
+    let (p2p, _inbound) = P2p::start(config).await.expect("a node");
     let server = p2p.connect(addr).await.expect("connected");
     let mut stream = p2p.open_stream(server, names::INFERENCE, LIMIT).await.expect("a session");
     let hidden = raw_tensor(&[1, 1, HIDDEN], WireDtype::F32, vec![0u8; 4 * HIDDEN].into());

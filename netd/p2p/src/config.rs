@@ -1,8 +1,9 @@
 //! What a node is to be, and the RPCs that it serves.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use libp2p::{Multiaddr, identity::Keypair};
+use libp2p::{Multiaddr, identity::Keypair, multiaddr::Protocol};
 use resource_manager::addresses::Scope;
 
 /// What a node is to be.
@@ -32,6 +33,37 @@ pub struct P2pConfig {
 impl P2pConfig {
     /// [`Self::request_memory`] of nodes that serve no blocks.
     pub const REQUEST_MEMORY: u64 = 256 << 20;
+
+    /// A node with a fresh key that only calls: it listens nowhere, serves nothing and crosses no
+    /// NAT.
+    pub fn of_caller(initial_peers: Vec<Multiaddr>, startup_timeout: Duration) -> P2pConfig {
+        P2pConfig {
+            keypair: Keypair::generate_ed25519(),
+            listen: Vec::new(),
+            announce: Vec::new(),
+            initial_peers,
+            kad_server: false,
+            protocols: Vec::new(),
+            traversal: Traversal::NONE,
+            startup_timeout,
+            max_upload_bytes_per_s: None,
+            request_memory: P2pConfig::REQUEST_MEMORY,
+        }
+    }
+
+    /// A node with a fresh key on a free port of the loopback device, for tests and benchmarks.
+    pub fn on_loopback(
+        initial_peers: Vec<Multiaddr>,
+        protocols: Vec<ProtocolSpec>,
+        startup_timeout: Duration,
+    ) -> P2pConfig {
+        P2pConfig {
+            listen: vec![Multiaddr::from(Ipv4Addr::LOCALHOST).with(Protocol::Tcp(0))],
+            kad_server: true,
+            protocols,
+            ..P2pConfig::of_caller(initial_peers, startup_timeout)
+        }
+    }
 }
 
 /// What a node does about NATs and firewalls, and where it dials. Dialling peers behind relays always works.

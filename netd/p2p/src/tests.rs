@@ -61,18 +61,9 @@ pub(crate) fn framing_vector(section: &str, name: &str, field: &str) -> Vec<u8> 
 fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
     let spec =
         |name, kind| ProtocolSpec { name, kind, max_inbound_per_peer: 4, max_inbound_total: 16 };
-    P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: vec!["/memory/0".parse().expect("address")],
-        announce: Vec::new(),
-        initial_peers,
-        kad_server: true,
-        protocols: vec![spec(UNARY, ProtocolKind::Unary), spec(STREAM, ProtocolKind::Stream)],
-        traversal: Traversal::NONE,
-        startup_timeout: CALL,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    }
+    let protocols = vec![spec(UNARY, ProtocolKind::Unary), spec(STREAM, ProtocolKind::Stream)];
+    let listen = vec!["/memory/0".parse().expect("address")];
+    P2pConfig { listen, ..P2pConfig::on_loopback(initial_peers, protocols, CALL) }
 }
 
 /// The same for nodes that use sockets.

@@ -21,10 +21,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::select_ok;
 use futures::stream::{FuturesUnordered, StreamExt};
-use p2p::{
-    Introduction, Keypair, Multiaddr, P2p, P2pConfig, PeerId, Protocol, ProtocolKind, ProtocolSpec,
-    Traversal,
-};
+use p2p::{Introduction, Multiaddr, P2p, P2pConfig, PeerId, Protocol, ProtocolKind, ProtocolSpec};
 use parking_lot::Mutex;
 use prost::Message;
 use swarm::names;
@@ -220,19 +217,8 @@ fn multiaddr(socket: SocketAddr) -> Multiaddr {
 /// Whether `peer` answers at one of the addresses. A node of its own dials: the connections that
 /// are there prove nothing.
 async fn is_there(peer: PeerId, addrs: Vec<SocketAddr>) -> bool {
-    let probe = P2p::start(P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: Vec::new(),
-        announce: Vec::new(),
-        initial_peers: Vec::new(),
-        kad_server: false,
-        protocols: Vec::new(),
-        traversal: Traversal::NONE,
-        startup_timeout: SELF_CHECK_TIMEOUT,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    });
-    let Ok((probe, _serves_nothing)) = probe.await else {
+    let config = P2pConfig::of_caller(Vec::new(), SELF_CHECK_TIMEOUT);
+    let Ok((probe, _serves_nothing)) = P2p::start(config).await else {
         return false;
     };
     let dial = |socket: SocketAddr| {

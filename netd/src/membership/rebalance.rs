@@ -231,14 +231,12 @@ pub fn range(span: Span) -> Range<u32> {
 
 #[cfg(test)]
 mod tests {
+    use testkit::span;
+
     use super::*;
     use proptest::prelude::*;
     use rand::seq::SliceRandom;
     use swarm::wire::records::ServerInfo;
-
-    fn span(start: u32, end: u32) -> Span {
-        Span::new(start, end).unwrap()
-    }
 
     fn online(span: Span) -> ServerInfo {
         ServerInfo {

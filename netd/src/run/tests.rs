@@ -1,13 +1,12 @@
 //! The daemon's life against a supervisor in the same process, with real segments, sockets and DHT
 //! nodes.
 
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
 use prost::Message;
 use shared::block::Span;
-use shared::config::{DhtNodeConfig, NetdConfig, SpanChoice, Throughput};
+use shared::config::{NetdConfig, SpanChoice, Throughput};
 use shared::control::{BoardSeat, DeathCause, FdTag, Role};
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::board::{Board, Occupant};
@@ -17,6 +16,7 @@ use shared::survey::Capacity;
 use swarm::wire::messages::ExpertUid;
 use swarm::wire::records::{ServerInfo, ServerState};
 use swarm::{names, view};
+use testkit::configs::{dht_node_config, netd_config};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -36,8 +36,7 @@ struct Supervisor {
     to: mpsc::Sender<FromSupervisor>,
     from: mpsc::Receiver<FromNetd>,
     netd: JoinHandle<Stop>,
-    worker: Option<Linked>,
-    other: Option<Linked>,
+    workers: Vec<Linked>,
 }
 
 /// What netd is told of the model.
@@ -50,40 +49,9 @@ const ARENA_BYTES: u64 = 4 << 20;
 pub(crate) fn config(folder: &Path, initial_peers: Vec<String>) -> NetdConfig {
     NetdConfig {
         dht_prefix: Some(rig::PREFIX.into()),
-        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
-        announce_maddrs: Vec::new(),
-        initial_peers,
         identity_path: Some(folder.join("identity")),
-        use_auto_relay: false,
-        span: SpanChoice::All,
-        throughput: Throughput::Measure,
-        compression: shared::config::Compression::None,
-        link_bits_per_s: None,
-        max_upload_bits_per_s: None,
-        relay_bits_per_s: None,
-        request_memory: 256 << 20,
-        network_test: None,
-        rates_dir: None,
-        monitor: None,
-        use_upnp: false,
-        dials_private_nets: true,
-        stats_report_interval: None,
         public_name: Some("tests".into()),
-        update_period: Duration::from_secs(120),
-        expiration: Duration::from_secs(240),
-        balance_quality: 0.0,
-        mean_balance_check_period: Duration::from_secs(1),
-        inference_max_length: None,
-        attn_cache_tokens: None,
-        max_kv_share: 1.0,
-        max_batch_size: None,
-        max_alloc_timeout: DEADLINE,
-        request_timeout: DEADLINE,
-        session_timeout: 3 * DEADLINE,
-        step_timeout: 2 * DEADLINE,
-        session_grace: DEADLINE,
-        startup_timeout: DEADLINE,
-        arena_bytes: ARENA_BYTES,
+        ..netd_config(initial_peers)
     }
 }
 
@@ -137,11 +105,11 @@ impl Supervisor {
         to.try_send(FromSupervisor { message: ToNetd::Init(Box::new(init)), fds }).unwrap();
         let netd = run(inbox, Outbox::of(outbox));
         let memory = Arc::default();
-        Supervisor { other: None, board, arena, memory, folder, to, from, netd, worker: None }
+        Supervisor { board, arena, memory, folder, to, from, netd, workers: Vec::new() }
     }
 
-    async fn tell(&self, message: ToNetd, fds: Vec<OwnedFd>) {
-        self.to.send(FromSupervisor { message, fds }).await.unwrap();
+    async fn tell(&self, message: ToNetd) {
+        self.to.send(FromSupervisor { message, fds: Vec::new() }).await.unwrap();
     }
 
     async fn hear(&mut self) -> FromNetd {
@@ -155,23 +123,51 @@ impl Supervisor {
         }
     }
 
-    async fn start_worker(&mut self, generation: u32, netd_generation: u32, span: Span) {
+    /// Up to the span that netd proposes, with the id of its peer.
+    async fn proposed(&mut self, kept: Option<Capacity>) -> (String, Span) {
+        let (peer_id, _) = self.listening().await;
+        self.tell(model(kept)).await;
+        match self.hear().await {
+            FromNetd::ProposedSpan(span) => (peer_id, span),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn online(&mut self) {
+        assert!(matches!(self.hear().await, FromNetd::Online));
+    }
+
+    /// Starts the worker of a group.
+    async fn start_worker(&mut self, group: u16, generation: u32, span: Span) {
         let identity = RingIdentity {
-            worker: WorkerId::solo(GroupId(0)),
+            worker: WorkerId::solo(GroupId(group)),
             worker_generation: Generation(generation),
-            netd_generation: Generation(netd_generation),
+            netd_generation: Generation(1),
         };
         self.memory.orders.killed.store(false, SeqCst);
         let linked = rig::link_worker(identity, span, self.memory.clone(), &self.arena);
-        self.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
-        self.worker = Some(linked);
+        let (message, fds) = (ToNetd::WorkerUp(linked.up.clone()), linked.parts.for_netd());
+        self.to.send(FromSupervisor { message, fds }).await.unwrap();
+        self.workers.push(linked);
     }
 
-    fn end_worker(&mut self) {
+    fn end_workers(&mut self) {
         self.memory.orders.killed.store(true, SeqCst);
-        for linked in [self.worker.take(), self.other.take()].into_iter().flatten() {
+        for linked in self.workers.drain(..) {
             linked.thread.join().unwrap();
         }
+    }
+
+    /// Tells that this generation of the worker of group 0 is gone.
+    async fn tell_down(&self, generation: u32, restarting: bool) {
+        let (worker, cause) = (WorkerId::solo(GroupId(0)), DeathCause::Outside);
+        let generation = Generation(generation);
+        self.tell(ToNetd::WorkerDown { worker, generation, cause, restarting }).await;
+    }
+
+    async fn drained(&mut self) {
+        self.tell(ToNetd::Drain).await;
+        assert!(matches!(self.ended().await, Stop::Drained));
     }
 
     async fn ended(&mut self) -> Stop {
@@ -188,25 +184,12 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        self.end_worker();
+        self.end_workers();
     }
 }
 
 async fn bootstrap_node() -> Joined {
-    let config = DhtNodeConfig {
-        host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
-        announce_maddrs: Vec::new(),
-        initial_peers: Vec::new(),
-        identity_path: None,
-        use_relay: true,
-        relay_bits_per_s: 100e6,
-        use_auto_relay: false,
-        use_upnp: false,
-        dials_private_nets: true,
-        refresh_period: DEADLINE,
-        startup_timeout: DEADLINE,
-    };
-    dht_node::start(&config).await.unwrap()
+    dht_node::start(&dht_node_config(Vec::new())).await.unwrap()
 }
 
 async fn record(node: &Joined, peer_id: &str, block: usize) -> Option<ServerInfo> {
@@ -246,7 +229,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     let early = node.p2p.call_unary(peer, names::INFO, early.into(), DEADLINE).await;
     assert!(early.unwrap_err().to_string().contains("does not serve any block now"));
 
-    supervisor.tell(model(None), Vec::new()).await;
+    supervisor.tell(model(None)).await;
     let span = Span::new(0, BLOCKS).unwrap();
     assert!(
         matches!(supervisor.hear().await, FromNetd::ProposedSpan(proposed) if proposed == span)
@@ -254,8 +237,8 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.start_block, joining.end_block), (Some(0), Some(4)));
 
-    supervisor.start_worker(1, 1, span).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    supervisor.start_worker(0, 1, span).await;
+    supervisor.online().await;
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!(online.cache_tokens_left, Some(2 * 16384 * 4));
     assert_eq!((online.inference_rps, online.forward_rps), (Some(50.0), Some(100.0)));
@@ -278,8 +261,7 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
     assert_eq!(seat.peer_id.as_ref(), Some(&peer_id));
     assert!(addrs[0].contains(&format!("/tcp/{}/", seat.net_port.unwrap())), "{addrs:?}");
 
-    supervisor.tell(ToNetd::Drain, Vec::new()).await;
-    assert!(matches!(supervisor.ended().await, Stop::Drained));
+    supervisor.drained().await;
     assert_eq!(session.answer().await, Err("this server is shutting down".into()));
     assert_eq!(record(&node, &peer_id, 3).await.unwrap().state, ServerState::Offline);
 }
@@ -288,30 +270,22 @@ async fn a_server_goes_from_joining_to_online_to_offline() {
 async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_fails_its_sessions() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
-    let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
-    let FromNetd::ProposedSpan(span) = supervisor.hear().await else { panic!("no span") };
-    supervisor.start_worker(1, 1, span).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    let (peer_id, span) = supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, span).await;
+    supervisor.online().await;
     let stream =
         node.p2p.open_stream(peer_id.parse().unwrap(), names::INFERENCE, DEADLINE).await.unwrap();
     let mut session = rig::Client::of(stream);
     session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let down = |generation, restarting| ToNetd::WorkerDown {
-        worker: WorkerId::solo(GroupId(0)),
-        generation: Generation(generation),
-        cause: DeathCause::Outside,
-        restarting,
-    };
-    supervisor.end_worker();
-    supervisor.tell(down(1, true), Vec::new()).await;
+    supervisor.end_workers();
+    supervisor.tell_down(1, true).await;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     session.send(&message).await;
-    supervisor.start_worker(2, 1, span).await;
+    supervisor.start_worker(0, 2, span).await;
     assert_eq!(rig::firsts(&session.answer().await.unwrap()), [7.0]);
     until_state(&node, &peer_id, ServerState::Online).await;
-    supervisor.end_worker();
-    supervisor.tell(down(2, false), Vec::new()).await;
+    supervisor.end_workers();
+    supervisor.tell_down(2, false).await;
     let message = session.message(hidden(1, &[3.0]), None, None, None);
     session.send(&message).await;
     let error = session.answer().await.unwrap_err();
@@ -325,30 +299,15 @@ async fn a_worker_that_comes_back_goes_unnoticed_and_one_that_does_not_fails_its
 async fn what_is_left_after_a_loss_is_announced_and_served() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
-    let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
-    supervisor.hear().await;
-    supervisor.start_worker(1, 1, Span::new(0, 1).unwrap()).await;
-    let identity = RingIdentity {
-        worker: WorkerId::solo(GroupId(1)),
-        worker_generation: Generation(1),
-        netd_generation: Generation(1),
-    };
+    let (peer_id, _) = supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, Span::new(0, 1).unwrap()).await;
     let rest = Span::new(1, 4).unwrap();
-    let linked = rig::link_worker(identity, rest, supervisor.memory.clone(), &supervisor.arena);
-    supervisor.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
-    supervisor.other = Some(linked);
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    supervisor.start_worker(1, 1, rest).await;
+    supervisor.online().await;
     until_state(&node, &peer_id, ServerState::Online).await;
-    let down = ToNetd::WorkerDown {
-        worker: WorkerId::solo(GroupId(0)),
-        generation: Generation(1),
-        cause: DeathCause::Outside,
-        restarting: false,
-    };
-    supervisor.tell(down, Vec::new()).await;
-    supervisor.tell(ToNetd::Shrink(rest), Vec::new()).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    supervisor.tell_down(1, false).await;
+    supervisor.tell(ToNetd::Shrink(rest)).await;
+    supervisor.online().await;
     let look = async {
         while record(&node, &peer_id, 0).await.unwrap().state != ServerState::Offline {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -370,8 +329,7 @@ async fn what_is_left_after_a_loss_is_announced_and_served() {
 async fn the_next_generation_keeps_peer_id_port_and_span() {
     let mut first = Supervisor::new(Vec::new(), |_| {});
     let (peer_id, addrs) = first.listening().await;
-    first.tell(ToNetd::Drain, Vec::new()).await;
-    assert!(matches!(first.ended().await, Stop::Drained));
+    first.drained().await;
     let folder = std::mem::replace(&mut first.folder, tempfile::tempdir().unwrap());
     let config = config(folder.path(), Vec::new());
     let served = Span::new(1, 3).unwrap();
@@ -381,7 +339,7 @@ async fn the_next_generation_keeps_peer_id_port_and_span() {
         init.served = Some(served);
     });
     assert_eq!(second.listening().await, (peer_id, addrs));
-    second.tell(model(None), Vec::new()).await;
+    second.tell(model(None)).await;
     assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == served));
 }
 
@@ -392,15 +350,11 @@ async fn a_second_server_takes_the_blocks_that_nobody_serves() {
         init.config.span = SpanChoice::Fixed(Span::new(0, 2).unwrap());
         init.config.throughput = Throughput::Fixed(10.0);
     });
-    let (peer_id, _) = first.listening().await;
-    first.tell(model(None), Vec::new()).await;
+    let (peer_id, _) = first.proposed(None).await;
     until_state(&node, &peer_id, ServerState::Joining).await;
     let mut second =
         Supervisor::new(node.addrs.clone(), |init| init.config.span = SpanChoice::Count(2));
-    second.listening().await;
-    second.tell(model(None), Vec::new()).await;
-    let expected = Span::new(2, 4).unwrap();
-    assert!(matches!(second.hear().await, FromNetd::ProposedSpan(span) if span == expected));
+    assert_eq!(second.proposed(None).await.1, Span::new(2, 4).unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -409,14 +363,14 @@ async fn bad_settings_end_with_one_sentence_that_names_the_value() {
         init.config.span = SpanChoice::Fixed(Span::new(2, 9).unwrap());
     });
     supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
+    supervisor.tell(model(None)).await;
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
     assert!(fatal.message.contains("2:9") && fatal.message.contains("0:4"), "{}", fatal.message);
 
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.dht_prefix = None);
     supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
+    supervisor.tell(model(None)).await;
     let fatal = supervisor.fatal().await;
     assert!(
         fatal.message.contains("--dht_prefix NAME") && fatal.message.contains("tiny"),

@@ -2,10 +2,10 @@ use std::collections::BTreeMap;
 
 use model::survey::{BlockSource, Estimate};
 use shared::config::QuantType;
-use shared::dtype::DType;
 use shared::model::ModelFacts;
 use shared::network::RateSource;
 use shared::survey::{DeviceMemory, Speeds, Survey};
+use testkit::facts::llama_70b;
 
 use super::*;
 use crate::cli::{Command, parse};
@@ -21,22 +21,7 @@ fn options(flags: &str) -> PlanOptions {
 
 /// Llama-2-70B in a format, a block having so many MiB.
 fn facts(quant_type: QuantType, mib: u64) -> ModelFacts {
-    ModelFacts {
-        name: "llama-70b".into(),
-        repository: None,
-        model_type: "llama".into(),
-        dht_prefix: None,
-        num_blocks: 80,
-        hidden_size: 8192,
-        attention_heads: 64,
-        kv_heads: 8,
-        head_dim: 128,
-        dtype: DType::Bf16,
-        quant_type,
-        block_bytes: mib << 20,
-        client_bytes: 0,
-        adapters: vec![],
-    }
+    ModelFacts { quant_type, block_bytes: mib << 20, ..llama_70b() }
 }
 
 fn format(quant_type: QuantType, mib: u64) -> FormatSurvey {

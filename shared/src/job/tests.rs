@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn limits() -> JobLimits {
+pub(crate) fn limits() -> JobLimits {
     JobLimits {
         arena_bytes: 1 << 20,
         span: Span::new(2, 6).unwrap(),
@@ -13,12 +13,12 @@ fn limits() -> JobLimits {
     }
 }
 
-fn slot(offset: u64, len: u64) -> SlotRef {
+pub(crate) fn slot(offset: u64, len: u64) -> SlotRef {
     SlotRef { offset, len }
 }
 
 /// Two rows with 17 tokens cached, two tokens to come, the second page of each about to be written.
-fn step() -> JobBody {
+pub(crate) fn step() -> JobBody {
     JobBody {
         kind: WorkKind::Decode,
         dtype: DType::F32,
@@ -40,7 +40,7 @@ fn step() -> JobBody {
     }
 }
 
-fn backward() -> JobBody {
+pub(crate) fn backward() -> JobBody {
     JobBody {
         kind: WorkKind::Backward,
         pages: StepPages::default(),

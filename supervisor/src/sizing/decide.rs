@@ -107,7 +107,9 @@ mod tests {
     use shared::config::Device;
     use shared::survey::DeviceMemory;
 
-    use super::super::tests::{llama_70b, memory};
+    use testkit::facts::llama_70b;
+
+    use super::super::tests::memory;
     use super::*;
 
     #[test]

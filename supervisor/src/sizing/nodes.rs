@@ -104,7 +104,9 @@ impl Memory {
 mod tests {
     use shared::model::RankShare;
 
-    use super::super::tests::{llama_70b, memory};
+    use testkit::facts::llama_70b;
+
+    use super::super::tests::memory;
     use super::*;
 
     fn rank(mib: u64) -> RankShare {

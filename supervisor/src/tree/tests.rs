@@ -1,8 +1,9 @@
 use shared::config::{Device, RestartConfig, SpanChoice};
 use shared::control::DeathCause;
-use shared::dtype::DType;
 use shared::ids::{GroupId, Rank, WorldSize};
 use shared::survey::{Capacity, DeviceMemory, Speeds, Survey};
+use testkit::facts::facts;
+use testkit::span;
 
 use std::time::Duration;
 
@@ -55,36 +56,7 @@ fn policy(devices: usize) -> Policy {
 
 /// Memory with so many bytes available.
 fn memory(available_bytes: Option<u64>) -> Memory {
-    let netd = crate::sizing::tests::netd_config();
-    Memory {
-        available_bytes,
-        workers: 2,
-        netd,
-        kv_mirror: shared::config::KvMirror::Auto,
-        has_page: false,
-        devices: Vec::new(),
-        nodes: Vec::new(),
-        ranks: Vec::new(),
-    }
-}
-
-fn facts() -> ModelFacts {
-    ModelFacts {
-        name: "tiny".into(),
-        repository: None,
-        model_type: "llama".into(),
-        dht_prefix: None,
-        num_blocks: 8,
-        hidden_size: 64,
-        attention_heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        dtype: DType::F32,
-        quant_type: shared::config::QuantType::None,
-        block_bytes: 1 << 20,
-        client_bytes: 0,
-        adapters: Vec::new(),
-    }
+    Memory { available_bytes, workers: 2, ..crate::sizing::tests::memory(0) }
 }
 
 fn survey() -> Survey {
@@ -112,10 +84,6 @@ fn rank(rank: u16) -> ChildId {
 fn rank_of(group: u16, rank: u16) -> ChildId {
     let (group, rank) = (GroupId(group), Rank(rank));
     ChildId::Worker(WorkerId { group, rank, world_size: WorldSize(2) })
-}
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
 }
 
 /// A tree with a clock, the actions of the last event, and a witness of them all.

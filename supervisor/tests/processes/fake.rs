@@ -15,7 +15,6 @@ use shared::control::{
     FromNetd, FromPrepare, FromWorker, GroupInit, LinkInit, Role, ToNetd, ToPrepare, ToWorker,
     WeightsInit, WorkerInit, WorkerUp,
 };
-use shared::dtype::DType;
 use shared::exit::ExitReason;
 use shared::ids::WorkerId;
 use shared::model::{ModelFacts, RankShare};
@@ -117,22 +116,7 @@ fn share(ranks: usize) -> RankShare {
 }
 
 fn facts(name: &str) -> ModelFacts {
-    ModelFacts {
-        name: name.into(),
-        repository: None,
-        model_type: "llama".into(),
-        dht_prefix: None,
-        num_blocks: BLOCKS,
-        hidden_size: 64,
-        attention_heads: 4,
-        kv_heads: 4,
-        head_dim: 16,
-        dtype: DType::F32,
-        quant_type: shared::config::QuantType::None,
-        block_bytes: 1 << 20,
-        client_bytes: 0,
-        adapters: Vec::new(),
-    }
+    ModelFacts { name: name.into(), num_blocks: BLOCKS, kv_heads: 4, ..testkit::facts::facts() }
 }
 
 fn netd(bootstrap: Bootstrap) -> ExitReason {

@@ -1,21 +1,19 @@
 //! Starts and watches a supervisor in a process of its own. Every wait has a deadline.
 
-use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shared::config::{
-    Device, LogConfig, LogFormat, NetdConfig, PrepareConfig, RestartConfig, ServeConfig,
-    SpanChoice, Throughput, WorkerConfig,
-};
+use shared::config::{Device, NetdConfig, RestartConfig, ServeConfig, Throughput};
 use supervisor::instance::live_instances;
 use supervisor::report::ChildReport;
 use supervisor::status;
+use testkit::configs::{prepare_config, serve_config};
+use testkit::log::ProcessLog;
+pub use testkit::log::wait_for;
 
 /// Far beyond what a loaded machine needs.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -23,97 +21,25 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// Between two looks at what wakes nobody.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
-/// Polls until there is a value.
-pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        if let Some(value) = ready() {
-            return value;
-        }
-        assert!(Instant::now() < end, "timed out waiting for {what}");
-        std::thread::sleep(LOOK_PERIOD);
-    }
-}
-
 /// Settings of a server with two workers whose fakes follow `script`; the runtime folder is filled
 /// in at the start.
 pub fn config(script: &str) -> ServeConfig {
-    let minute = Duration::from_secs(60);
+    let base = serve_config();
     ServeConfig {
-        metrics: None,
-        web: None,
-        instance: None,
-        runtime_dir: PathBuf::new(),
         devices: vec![Device::Cpu, Device::Cpu],
-        world_size: 1,
-        uuids: Vec::new(),
-        automatic: None,
-        warpgroups: vec![],
-        sample_timeout: minute,
         netd: NetdConfig {
-            dht_prefix: None,
-            host_maddrs: vec![],
-            announce_maddrs: vec![],
-            initial_peers: vec![],
-            identity_path: None,
-            use_auto_relay: false,
-            span: SpanChoice::All,
-            throughput: Throughput::Fixed(1.0),
-            compression: shared::config::Compression::None,
-            link_bits_per_s: None,
-            max_upload_bits_per_s: None,
-            relay_bits_per_s: None,
-            request_memory: 256 << 20,
-            network_test: None,
-            rates_dir: None,
-            monitor: None,
-            use_upnp: false,
-            dials_private_nets: true,
-            stats_report_interval: None,
-            public_name: None,
-            update_period: minute,
-            expiration: minute,
-            balance_quality: 0.0,
-            mean_balance_check_period: Duration::from_secs(60),
-            inference_max_length: None,
             attn_cache_tokens: Some(64),
-            max_kv_share: 1.0,
-            max_batch_size: None,
-            max_alloc_timeout: minute,
-            request_timeout: minute,
-            session_timeout: minute,
-            step_timeout: minute,
-            session_grace: minute,
-            startup_timeout: minute,
+            throughput: Throughput::Fixed(1.0),
             arena_bytes: 1 << 20,
+            ..base.netd
         },
-        worker: WorkerConfig::default(),
-        prepare: PrepareConfig {
-            model: script.into(),
-            dtype: None,
-            quant_type: shared::config::QuantType::None,
-            is_quant_named: false,
-            adapters: Vec::new(),
-            cache_dir: PathBuf::new(),
-            hub: shared::config::HubConfig::default(),
-        },
-        max_memory_bytes: None,
+        prepare: prepare_config(script, ""),
         restart: RestartConfig {
             backoff_min: Duration::from_millis(20),
             backoff_max: Duration::from_millis(200),
-            max_restarts: 20,
-            window: minute,
-            retry_after: None,
-            hang_timeout: minute,
-            start_timeout: minute,
+            ..base.restart
         },
-        log: LogConfig { filter: "info".into(), format: LogFormat::Text },
-        drain_timeout: minute,
-        file_limit: 512,
-        fallback: None,
-        sandbox: shared::sandbox::SandboxMode::On,
-        events: false,
-        end_with: None,
+        ..base
     }
 }
 
@@ -125,18 +51,10 @@ pub fn serve(args: &[String]) -> ExitCode {
     ExitCode::from(reason.code())
 }
 
-#[derive(Default)]
-struct Log {
-    lines: Mutex<Vec<String>>,
-    grown: Condvar,
-}
-
 /// A supervisor in a process group of its own.
 pub struct Server {
     child: Child,
-    log: Arc<Log>,
-    /// Ends with the last process that writes to the log.
-    reader: JoinHandle<()>,
+    log: ProcessLog,
     /// Holds the runtime folder; kept for a server that is started after this one.
     pub dir: Arc<tempfile::TempDir>,
     instance: String,
@@ -157,16 +75,9 @@ impl Server {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg("serve").arg(&path).process_group(0);
         let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let log = Arc::new(Log::default());
-        let (stderr, sink) = (child.stderr.take().unwrap(), log.clone());
-        let reader = std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                sink.lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
-                sink.grown.notify_all();
-            }
-        });
+        let log = ProcessLog::of(child.stderr.take().unwrap());
         let instance = config.instance.unwrap_or_else(|| "0".into());
-        Server { child, log, reader, dir, instance }
+        Server { child, log, dir, instance }
     }
 
     pub fn pid(&self) -> Pid {
@@ -178,33 +89,12 @@ impl Server {
     }
 
     pub fn log(&self) -> String {
-        self.lines().join("\n")
-    }
-
-    /// Also after a panic that showed them.
-    fn lines(&self) -> MutexGuard<'_, Vec<String>> {
-        self.log.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.log.text()
     }
 
     /// The first `count` lines with `text`, once there are so many.
     pub fn wait_lines(&self, text: &str, count: usize) -> Vec<String> {
-        let end = Instant::now() + DEADLINE;
-        let mut lines = self.lines();
-        loop {
-            let is_complete = self.reader.is_finished();
-            let found: Vec<String> =
-                lines.iter().filter(|line| line.contains(text)).take(count).cloned().collect();
-            if found.len() == count {
-                return found;
-            }
-            assert!(
-                !is_complete && Instant::now() < end,
-                "no {count} lines with {text:?} in the log:\n{}",
-                lines.join("\n")
-            );
-            // The end of the log wakes nobody.
-            lines = self.log.grown.wait_timeout(lines, LOOK_PERIOD).unwrap().0;
-        }
+        self.log.wait_lines(text, count)
     }
 
     pub fn wait_line(&self, text: &str) {
@@ -262,7 +152,7 @@ impl Server {
     /// The same, waited for; the log is complete then.
     pub fn wait(&mut self) -> Option<i32> {
         let code = wait_for("the supervisor to end", || self.try_wait());
-        wait_for("the end of the log", || self.reader.is_finished().then_some(()));
+        wait_for("the end of the log", || self.log.is_complete().then_some(()));
         code
     }
 

@@ -123,10 +123,7 @@ const UUIDS: [&str; 2] =
 fn a_card_is_found_by_its_uuid_and_an_ambiguous_one_is_refused() {
     let settings = [("EMU_CUDA_DEVICES", "2")];
     let sepal = serve(&format!("cuda:{}", UUIDS[1]), &settings);
-    let status = sepal.status();
-    let children = status.pointer("/0/children").and_then(|children| children.as_array());
-    let mut workers = children.into_iter().flatten().filter(|child| child["role"] == "gpu-worker");
-    assert_eq!(workers.next().map(|worker| &worker["device"]), Some(&"cuda:1".into()), "{status}");
+    assert_eq!(sepal.workers()[0]["device"], "cuda:1", "{}", sepal.status());
     // Devices are counted along the bus, whatever the driver's default.
     let environment = std::fs::read(format!("/proc/{}/environ", sepal.worker())).expect("/proc");
     let order = b"CUDA_DEVICE_ORDER=PCI_BUS_ID";

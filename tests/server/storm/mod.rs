@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use crate::harness::demo::{BLOCKS, HIDDEN};
 use crate::harness::peer::{Peer, fed_back, noise};
 use crate::harness::rights::ignored;
-use crate::harness::session::serve;
+use crate::harness::session::{join, serve};
 use crate::harness::{DEADLINE, Sepal, alive, children_of, command_line, wait_for};
 use client::chain::Chain;
 use client::states::Hidden;
-use client::swarm::{Swarm, SwarmConfig};
+use client::swarm::Swarm;
 use faults::{Fault, MemoryGroup, Script, strike};
 use nix::unistd::Pid;
 use shared::dtype::DType;
@@ -130,16 +130,6 @@ async fn own(
     Ok(outputs)
 }
 
-async fn join(addr: &str) -> Result<Swarm, client::swarm::SwarmError> {
-    Swarm::join(SwarmConfig {
-        initial_peers: vec![addr.parse().expect("multiaddr")],
-        prefix: "demo".to_owned(),
-        num_blocks: BLOCKS.end,
-        startup_timeout: DEADLINE,
-    })
-    .await
-}
-
 /// Process id of netd, if there is one that lives.
 fn netd_of(supervisor: Pid) -> Option<Pid> {
     let is_netd = |pid: &Pid| {
@@ -220,7 +210,7 @@ async fn plain_sessions(
 }
 
 async fn own_sessions(addr: String, seed: u32, expected: Vec<Vec<f32>>, tally: Arc<Tally>) {
-    let swarm = join(&addr).await.expect("the swarm");
+    let swarm = join(&addr, "demo", BLOCKS.end).await;
     let mut was_over = false;
     while !was_over {
         was_over = !tally.goes_on();
@@ -272,7 +262,7 @@ async fn sixteen_sessions_in_a_storm_get_the_bits_of_a_calm() {
     let tally = Arc::new(Tally::default());
     let calm = serve(&[]);
     let peer = Peer::connect(&calm.addr(), "demo").await;
-    let swarm = join(&calm.addr()).await.expect("the swarm");
+    let swarm = join(&calm.addr(), "demo", BLOCKS.end).await;
     let mut expected = Vec::new();
     for seed in 0..PLAIN {
         expected

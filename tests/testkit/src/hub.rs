@@ -11,6 +11,9 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use sha2::{Digest, Sha256};
+use shared::config::{HubConfig, PrepareConfig};
+
+use crate::configs::prepare_config;
 
 /// Commit of everything in the stand-in.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -77,6 +80,13 @@ impl StandIn {
             }
         });
         StandIn { endpoint, state }
+    }
+
+    /// Settings of `model` of this Hub.
+    pub fn prepare_config(&self, model: &str, cache_dir: impl AsRef<Path>) -> PrepareConfig {
+        let endpoint = Some(self.endpoint.clone());
+        let hub = HubConfig { endpoint, ..HubConfig::default() };
+        PrepareConfig { hub, ..prepare_config(model, cache_dir) }
     }
 
     pub fn trouble(&self, set: impl FnOnce(&mut Troubles)) {

@@ -2,8 +2,21 @@
 //! crate above may use it with their own types.
 #![forbid(unsafe_code)]
 
+pub mod configs;
+pub mod facts;
 pub mod golden;
 pub mod hub;
+pub mod jobs;
+pub mod link;
+pub mod log;
 pub mod models;
 pub mod process;
+pub mod skip;
 pub mod wide_models;
+
+use shared::block::Span;
+
+/// The span of these blocks.
+pub fn span(start: u32, end: u32) -> Span {
+    Span::new(start, end).unwrap()
+}

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use shared::dtype::DType;
+use testkit::facts::facts;
 
 use super::*;
 use crate::spec::TensorSpec;
@@ -283,22 +283,8 @@ fn the_memory_of_a_rank_is_its_share_and_what_every_rank_holds() {
         assert_eq!(bytes(QuantType::Int8), sum(&own) / 2 + 2 * sum(&every));
         assert_eq!(shard.weight_bytes(QuantType::None, |_, _| None), None);
     }
-    let facts = ModelFacts {
-        name: "m".into(),
-        repository: None,
-        model_type: "mixtral".into(),
-        dht_prefix: None,
-        num_blocks: 2,
-        hidden_size: 512,
-        attention_heads: 8,
-        kv_heads: 4,
-        head_dim: 64,
-        dtype: DType::Bf16,
-        quant_type: QuantType::None,
-        block_bytes: 1000,
-        client_bytes: 0,
-        adapters: Vec::new(),
-    };
+    let facts =
+        ModelFacts { hidden_size: 512, attention_heads: 8, kv_heads: 4, head_dim: 64, ..facts() };
     let own = shards[1].facts(&facts, 600);
     assert_eq!((own.attention_heads, own.kv_heads, own.block_bytes), (4, 2, 600));
     assert_eq!(own.kv_page_bytes() * 2, facts.kv_page_bytes());

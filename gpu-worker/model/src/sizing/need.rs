@@ -226,30 +226,9 @@ fn request_bytes(facts: &ModelFacts, limits: &Limits) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use shared::config::QuantType;
-    use shared::dtype::DType;
+    use testkit::facts::llama_70b;
 
     use super::*;
-
-    /// Llama-2-70B in NF4, as stored.
-    fn llama_70b() -> ModelFacts {
-        ModelFacts {
-            name: "llama-70b".into(),
-            repository: None,
-            model_type: "llama".into(),
-            dht_prefix: None,
-            num_blocks: 80,
-            hidden_size: 8192,
-            attention_heads: 64,
-            kv_heads: 8,
-            head_dim: 128,
-            dtype: DType::Bf16,
-            quant_type: QuantType::Nf4,
-            block_bytes: 440 << 20,
-            client_bytes: 0,
-            adapters: vec![],
-        }
-    }
 
     const LIMITS: Limits =
         Limits { inference_max_length: 8192, attn_cache_tokens: 16384, max_batch_size: 8192 };

@@ -7,6 +7,7 @@ use shared::block::Span;
 use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
+use testkit::configs::prepare_config;
 use testkit::models::{
     Tensors, bytes, llama_config, llama_tensors, safetensors, values, word, write_model,
 };
@@ -60,13 +61,9 @@ impl Trial {
 
     fn config(&self, adapters: &[&str], quant_type: QuantType) -> PrepareConfig {
         PrepareConfig {
-            model: self.root.path().join("tiny").to_str().unwrap().to_owned(),
-            dtype: None,
             quant_type,
-            is_quant_named: false,
             adapters: adapters.iter().map(|a| (*a).to_owned()).collect(),
-            hub: Default::default(),
-            cache_dir: self.root.path().join("cache"),
+            ..prepare_config(self.root.path().join("tiny"), self.root.path().join("cache"))
         }
     }
 

@@ -26,13 +26,9 @@ fn filled() -> Filled {
     let hub = StandIn::serve("org/tiny", model.path());
     let cache = tempfile::tempdir().unwrap();
     let config = PrepareConfig {
-        model: "org/tiny".to_owned(),
-        dtype: None,
         quant_type: QuantType::Nf4,
         is_quant_named: true,
-        adapters: Vec::new(),
-        cache_dir: cache.path().to_owned(),
-        hub: HubConfig { endpoint: Some(hub.endpoint.clone()), ..HubConfig::default() },
+        ..hub.prepare_config("org/tiny", &cache)
     };
     ready(&config);
     let filled = Filled { cache, config, _model: model, _hub: hub };

@@ -1,9 +1,11 @@
 use blocks::map::MappedWeights;
 use model::manifest::Manifest;
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
+use testkit::configs::prepare_config;
 use testkit::models::*;
+use testkit::span;
 
 use super::*;
 use crate::staging::MARKER;
@@ -19,20 +21,12 @@ fn site(quant_type: QuantType) -> Site {
     let model = root.path().join("tiny");
     write_model(&model, &llama_config(4), &llama_tensors(4, DType::F32));
     let prepare = PrepareConfig {
-        model: model.to_str().unwrap().to_owned(),
-        dtype: None,
         quant_type,
         is_quant_named: true,
-        adapters: Vec::new(),
-        cache_dir: root.path().join("cache"),
-        hub: HubConfig::default(),
+        ..prepare_config(&model, root.path().join("cache"))
     };
     let out = root.path().join("out");
     Site { root, config: ConvertConfig { prepare, blocks: None, out } }
-}
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
 }
 
 impl Site {

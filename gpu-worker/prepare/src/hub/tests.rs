@@ -5,12 +5,13 @@ use ::blocks::map::MappedWeights;
 use model::header::TensorInfo;
 use model::manifest::Manifest;
 use shared::block::{BlockIndex, Span};
-use shared::config::{HubConfig, QuantType, Secret};
+use shared::config::Secret;
 use shared::dtype::DType;
 use shared::exit::ExitReason;
 use tempfile::TempDir;
 use testkit::hub::{COMMIT, Got, StandIn};
 use testkit::models::*;
+use testkit::span;
 
 use super::*;
 use crate::Inspected;
@@ -35,24 +36,9 @@ fn site() -> Site {
     write_model(model.path(), &llama_config(4), &llama_tensors(4, DType::Bf16));
     let hub = StandIn::serve("org/tiny", model.path());
     let cache = tempfile::tempdir().unwrap();
-    let config = PrepareConfig {
-        model: "org/tiny".to_owned(),
-        dtype: None,
-        quant_type: QuantType::None,
-        is_quant_named: false,
-        adapters: Vec::new(),
-        cache_dir: cache.path().to_owned(),
-        hub: HubConfig {
-            endpoint: Some(hub.endpoint.clone()),
-            token: Some(Secret::new("good")),
-            ..HubConfig::default()
-        },
-    };
+    let mut config = hub.prepare_config("org/tiny", &cache);
+    config.hub.token = Some(Secret::new("good"));
     Site { hub, model, cache, config }
-}
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
 }
 
 impl Site {

@@ -1,11 +1,12 @@
 use std::path::Path;
 
 use model::manifest::Manifest;
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::hub::StandIn;
 use testkit::models::*;
+use testkit::span;
 
 use super::*;
 
@@ -21,15 +22,7 @@ struct Site {
 fn site(model: &Path) -> Site {
     let hub = StandIn::serve("org/tiny", model);
     let cache = tempfile::tempdir().unwrap();
-    let config = PrepareConfig {
-        model: "org/tiny".to_owned(),
-        dtype: None,
-        quant_type: QuantType::None,
-        is_quant_named: false,
-        adapters: Vec::new(),
-        cache_dir: cache.path().to_owned(),
-        hub: HubConfig { endpoint: Some(hub.endpoint.clone()), ..HubConfig::default() },
-    };
+    let config = hub.prepare_config("org/tiny", &cache);
     Site { hub, config, _cache: cache }
 }
 
@@ -42,10 +35,6 @@ fn surveyed(config: &PrepareConfig, choice: SpanChoice) -> Result<ModelSurvey, S
         choice,
     };
     survey_model(request).map_err(|(_, message)| message)
-}
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
 }
 
 fn ready(config: &PrepareConfig, span: Span) -> Manifest {

@@ -1,27 +1,12 @@
 use proptest::prelude::*;
-use shared::block::BlockIndex;
-use shared::dtype::DType;
-use shared::job::{SlotRef, StepPages, WorkKind};
+use shared::job::{SlotRef, WorkKind};
+use testkit::jobs::job_body;
 
 use super::*;
 
 fn body() -> JobBody {
     let slot = SlotRef { offset: 64, len: 16 };
-    JobBody {
-        kind: WorkKind::Forward,
-        dtype: DType::F32,
-        blocks: vec![BlockIndex(0), BlockIndex(1)],
-        adapter: None,
-        batch: 1,
-        tokens: 1,
-        hidden: 4,
-        pages: StepPages::default(),
-        input: slot,
-        output: slot,
-        prompts: None,
-        output_gradient: None,
-        prompt_gradient: None,
-    }
+    JobBody { input: slot, output: slot, ..job_body(WorkKind::Forward, 1, 1, 2) }
 }
 
 type Write<'a> = &'a dyn Fn(&mut Vec<u8>);

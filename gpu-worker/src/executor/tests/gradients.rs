@@ -1,5 +1,7 @@
 //! Jobs for gradients, against differences of forward jobs.
 
+use testkit::jobs::job_body;
+
 use super::*;
 
 const BATCH: u32 = 2;
@@ -24,19 +26,12 @@ fn job(netd: &Netd, limits: &JobLimits, x: &[f32], prompts: &[f32], g: &[f32]) -
     let prompt_slot = slot(2, BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN);
     let job = Job {
         body: JobBody {
-            kind: WorkKind::Forward,
             dtype: limits.dtype,
-            blocks: limits.span.blocks().collect(),
-            adapter: None,
-            batch: BATCH,
-            tokens: TOKENS,
             hidden: HIDDEN,
-            pages: StepPages::default(),
             input: slot(0, elements),
             output: slot(1, elements),
             prompts: Some(Prompts { slot: prompt_slot, batch: BATCH, tokens: PROMPT_TOKENS }),
-            output_gradient: None,
-            prompt_gradient: None,
+            ..job_body(WorkKind::Forward, BATCH, TOKENS, BLOCKS)
         },
         output_gradient: slot(3, elements),
         prompt_gradient: slot(4, BLOCKS * BATCH * PROMPT_TOKENS * HIDDEN),

@@ -154,12 +154,12 @@ fn with_group<Out>(
                 }
             }),
         );
-        let bell = Doorbell::from_fd(link.submission_bell.try_clone().unwrap()).unwrap();
+        let bell = another(&link.submission_bell);
         let controls = Controls { rank_0, followers, acknowledged, bell, parts: &group };
         controls.link(&link);
         // The control threads go on for as long as their ranks.
         let _threads = (controls.rank_0.clone(), controls.followers.clone());
-        let out = client(&mut link.netd(), &controls);
+        let out = client(&mut Netd::of(link), &controls);
         drop(controls);
         (ranks.into_iter().map(|rank| rank.join().unwrap()).collect(), out)
     })

@@ -2,13 +2,11 @@
 
 use std::sync::{Barrier, Mutex};
 
-use blocks::map::MappedWeights;
 use kernels::cuda::emu::Emu;
 use kernels::cuda::group::Offer;
 use kernels::cuda::{Cuda, Pages};
-use shared::block::BlockIndex;
 
-use super::model::{BATCH, Model};
+use super::model::Model;
 use super::*;
 
 /// What a device gives: hidden states behind the last block, and the gradient of the input.
@@ -33,18 +31,7 @@ impl Model {
         spec: &BlockSpec,
         weights: &MappedWeights,
     ) -> (Given, Cost) {
-        let blocks: Vec<_> = (0..spec.num_blocks)
-            .map(|index| {
-                let index = BlockIndex(index as u32);
-                let tensor = |name: &str| weights.tensor(index, name);
-                let mut block = BlockWeights::new(cuda, spec, self.dtype, tensor).unwrap();
-                for adapter in 0..weights.adapter_count() {
-                    let find = |name: &str| weights.adapter(adapter, index, name);
-                    block.add_adapter(cuda, spec, find).unwrap();
-                }
-                block
-            })
-            .collect();
+        let blocks = mapped_blocks(cuda, spec, self.dtype, weights);
         let (tables, pages) = shuffled_tables(BATCH, self.tokens);
         let layout = page_layout(spec, self.dtype);
         let bytes = pages * layout.page_bytes();
@@ -80,11 +67,9 @@ impl Model {
         // The same last tokens as a decode step have the same bits.
         let mut output = vec![0.0; len];
         cuda.download(&states, &mut output).unwrap();
-        let last = rows(1, self.tokens - 1);
-        let tokens = |values: &[f32]| -> Vec<f32> {
-            let rows = values.chunks(self.tokens * spec.hidden);
-            rows.flat_map(|row| row[(self.tokens - 1) * spec.hidden..].to_vec()).collect()
-        };
+        let last = rows_of(&tables, &(self.tokens - 1..self.tokens));
+        let row = self.tokens * spec.hidden;
+        let tokens = |values: &[f32]| cut_out(values, row, row - spec.hidden..row);
         let mut step = upload(cuda, &tokens(&self.given["input"]));
         let before = cuda.launches();
         for (block, memory) in blocks.iter().zip(&mut memory) {

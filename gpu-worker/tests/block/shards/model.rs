@@ -2,22 +2,18 @@
 //! paths want them.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use ::model::manifest::Manifest;
 use prepare::Inspected;
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorView};
-use serde_json::{Value, json};
+use serde_json::json;
 use shared::block::Span;
 use shared::config::PrepareConfig;
+use testkit::configs::prepare_config;
+use testkit::models::{Tensors, word, write_model};
 
+use crate::training::PREFIX;
 use crate::*;
 
-/// Sequences of the golden data.
-pub(super) const BATCH: usize = 2;
-/// Tokens of the deep prompts.
-pub(super) const PREFIX: usize = 3;
 /// Of the wide models.
 const WIDE_TOKENS: usize = 21;
 
@@ -36,13 +32,9 @@ pub(super) struct Model {
     _folders: (tempfile::TempDir, Option<tempfile::TempDir>),
 }
 
-pub(super) fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden")
-}
-
 /// Names of the folders in `folder` of the golden data.
 pub(super) fn names(folder: &str, at_least: usize) -> Vec<String> {
-    let folders = fs::read_dir(golden().join(folder)).unwrap();
+    let folders = fs::read_dir(golden_folder(folder)).unwrap();
     let mut names: Vec<String> =
         folders.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
@@ -50,19 +42,11 @@ pub(super) fn names(folder: &str, at_least: usize) -> Vec<String> {
     names
 }
 
-fn config_of(folder: &Path) -> Value {
-    serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap()
-}
-
 impl Model {
     /// Blocks of the golden data.
     pub(super) fn new(name: &str, adapters: &[&str], quant: QuantType) -> Model {
-        let folder = golden().join("blocks").join(name);
-        let bytes = fs::read(folder.join("expected.safetensors")).unwrap();
-        let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors().into_iter();
-        let given: HashMap<_, _> =
-            tensors.map(|(name, t)| (name, convert::to_vec(DType::F32, t.data()))).collect();
-        Model::prepare(&folder, adapters, quant, None, given, None)
+        let folder = golden_folder("blocks").join(name);
+        Model::prepare(&folder, adapters, quant, None, expected(&folder), None)
     }
 
     /// Blocks like those of the golden data, of width 256 with four heads of 64 and so many columns
@@ -70,7 +54,7 @@ impl Model {
     pub(super) fn wide(name: &str, dtype: DType, quant: QuantType) -> Model {
         let made = tempfile::tempdir().unwrap();
         let folder = made.path().join(format!("wide-{name}"));
-        let mut config = config_of(&golden().join("blocks").join(name));
+        let mut config = config_of(&golden_folder("blocks").join(name));
         for (field, value) in [
             ("hidden_size", 256),
             ("n_head", 4),
@@ -83,9 +67,7 @@ impl Model {
         }
         config["torch_dtype"] = json!(if dtype == DType::Bf16 { "bfloat16" } else { "float32" });
         let spec = BlockSpec::from_config(&config).unwrap();
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("config.json"), config.to_string()).unwrap();
-        fs::write(folder.join("model.safetensors"), checkpoint(&spec, dtype)).unwrap();
+        write_model(&folder, &config, &checkpoint(&spec, dtype));
         let values = |seed, len: usize| -> Vec<f32> {
             noise(seed, len).into_iter().map(|v| convert::round(dtype, v)).collect()
         };
@@ -107,15 +89,12 @@ impl Model {
         made: Option<tempfile::TempDir>,
     ) -> Model {
         let cache = tempfile::tempdir().unwrap();
-        let path = |name: &&str| golden().join("adapters").join(name).to_str().unwrap().to_owned();
+        let path = |name: &&str| golden_folder("adapters").join(name).to_str().unwrap().to_owned();
         let mut inspected = Inspected::new(&PrepareConfig {
-            model: folder.to_str().unwrap().to_owned(),
             dtype: dtype.or(config_of(folder)["torch_dtype"].as_str().map(|d| d.parse().unwrap())),
             quant_type: quant,
-            is_quant_named: false,
             adapters: adapters.iter().map(path).collect(),
-            hub: Default::default(),
-            cache_dir: cache.path().to_owned(),
+            ..prepare_config(folder, &cache)
         })
         .unwrap();
         let span = Span::new(0, inspected.facts.num_blocks).unwrap();
@@ -159,9 +138,9 @@ fn noise(seed: u32, len: usize) -> Vec<f32> {
 }
 
 /// All tensors of blocks of `spec`: matrices that keep sizes, scales of norms near one.
-fn checkpoint(spec: &BlockSpec, dtype: DType) -> Vec<u8> {
+fn checkpoint(spec: &BlockSpec, dtype: DType) -> Tensors {
     let tensors = (0..spec.num_blocks).flat_map(|block| spec.tensors(block)).zip(10..);
-    let stored: Vec<_> = tensors
+    tensors
         .map(|(tensor, seed)| {
             let mut values = noise(seed, tensor.shape.iter().product());
             match tensor.shape[..] {
@@ -170,13 +149,7 @@ fn checkpoint(spec: &BlockSpec, dtype: DType) -> Vec<u8> {
             }
             let mut bytes = vec![0; values.len() * dtype.size_bytes()];
             convert::from_f32(dtype, &values, &mut bytes);
-            (tensor, bytes)
+            (tensor.full_name, (word(dtype), tensor.shape, bytes))
         })
-        .collect();
-    let word = if dtype == DType::Bf16 { Dtype::BF16 } else { Dtype::F32 };
-    let views = stored.iter().map(|(tensor, bytes)| {
-        let view = TensorView::new(word, tensor.shape.clone(), bytes).unwrap();
-        (tensor.full_name.as_str(), view)
-    });
-    safetensors::serialize(views, None).unwrap()
+        .collect()
 }

@@ -1,12 +1,9 @@
 //! One rank of a group, or a worker of whole blocks, on its way through all that blocks do.
 
-use std::ops::Range;
+use blocks::SaveLevel;
 
-use blocks::map::MappedWeights;
-use blocks::{ActivationStore, SaveLevel};
-use shared::block::BlockIndex;
-
-use super::model::{BATCH, Model, PREFIX};
+use super::model::Model;
+use crate::training::{Pass, prompts_on};
 use crate::*;
 
 /// What a rank gives, as bits: hidden states behind the last block, and the gradients of the input
@@ -51,17 +48,7 @@ impl<'m, 'w> Runner<'m, 'w> {
         weights: &'w MappedWeights,
         mut cpu: Cpu,
     ) -> Runner<'m, 'w> {
-        let block = |index: usize| {
-            let index = BlockIndex(index as u32);
-            let tensor = |name: &str| weights.tensor(index, name);
-            let mut block = BlockWeights::new(&mut cpu, spec, model.dtype, tensor).unwrap();
-            for adapter in 0..weights.adapter_count() {
-                let find = |name: &str| weights.adapter(adapter, index, name);
-                block.add_adapter(&mut cpu, spec, find).unwrap();
-            }
-            block
-        };
-        let blocks = (0..spec.num_blocks).map(block).collect();
+        let blocks = mapped_blocks(&mut cpu, spec, model.dtype, weights);
         let (tables, pages) = shuffled_tables(BATCH, model.tokens);
         let mut chain = Chain::of(spec, model.dtype, blocks, cpu, pages);
         chain.lengths = vec![model.tokens; BATCH];
@@ -94,47 +81,20 @@ impl<'m, 'w> Runner<'m, 'w> {
         Results { output, gradient, prompts }
     }
 
-    /// Prompts of a block that fall on `tokens` of `rows`.
-    fn prompts(
-        &self,
-        block: usize,
-        rows: Range<usize>,
-        tokens: &Range<usize>,
-    ) -> Vec<PromptPart<'m>> {
-        let width = self.model.spec.hidden;
-        let rows = rows.enumerate().filter(|_| tokens.start < PREFIX);
-        let part = |(index, row): (usize, usize)| {
-            let at = (block * BATCH + row) * PREFIX;
-            let values = (at + tokens.start) * width..(at + PREFIX.min(tokens.end)) * width;
-            let values = &self.model.given["prompts"][values];
-            PromptPart { offset: index * tokens.len() * width, values }
-        };
-        rows.map(part).collect()
-    }
-
-    /// `tokens` of every row of `[rows, tokens, hidden]`.
-    fn part(&self, values: &[f32], tokens: &Range<usize>) -> Vec<f32> {
-        let width = self.model.spec.hidden;
-        let rows = values.chunks(self.model.tokens * width);
-        rows.flat_map(|row| row[tokens.start * width..tokens.end * width].to_vec()).collect()
-    }
-
     /// Hidden states behind the last block, of rows that come in steps up to `ends`.
     fn outputs(&mut self, rows: Range<usize>, ends: &[usize]) -> Vec<f32> {
         let (width, tokens) = (self.model.spec.hidden, self.model.tokens);
         let own = rows.start * tokens * width..rows.end * tokens * width;
-        let input = &self.model.given["input"][own];
+        let (input, prompts) = (&self.model.given["input"][own], &self.model.given["prompts"]);
         self.chain.adapters = self.model.adapters_of_rows()[rows.clone()].to_vec();
         let mut outputs = vec![f32::NAN; input.len()];
         let (tables, mut from) = (self.tables.clone(), 0);
         for &to in ends {
             let step = from..to;
-            let mut hidden = self.part(input, &step);
+            let mut hidden = cut_out(input, tokens * width, from * width..to * width);
             for block in 0..self.model.spec.num_blocks {
-                let (all, prompts) = (
-                    rows_of(&tables[rows.clone()], &step),
-                    self.prompts(block, rows.clone(), &step),
-                );
+                let all = rows_of(&tables[rows.clone()], &step);
+                let prompts = prompts_on(prompts, width, block, rows.clone(), &step);
                 self.chain.block(block, &all, &prompts, &mut hidden);
             }
             put(&mut outputs, &hidden, tokens * width, from * width);
@@ -144,60 +104,23 @@ impl<'m, 'w> Runner<'m, 'w> {
     }
 
     /// Gradients of the input and of the prompts, taken back in pieces of `cut` tokens; the forward
-    /// pass saves what `level` says if that is one piece.
+    /// pass saves what `level` says.
     fn gradient(&mut self, cut: usize, level: SaveLevel) -> [Vec<u32>; 2] {
-        let (width, tokens) = (self.model.spec.hidden, self.model.tokens);
-        let (blocks, all) = (self.model.spec.num_blocks, 0..tokens);
-        let (spec, tables) = (self.chain.spec.clone(), self.tables.clone());
-        self.chain.adapters = self.model.adapters_of_rows();
-        let store = |_| ActivationStore::new(&mut Cpu::new(1), &spec, level, BATCH * tokens);
-        let mut stores: Vec<ActivationStore<Cpu>> = (0..blocks).map(store).collect();
-        let (mut hidden, mut inputs) = (self.model.given["input"].clone(), Vec::new());
-        for (block, store) in stores.iter_mut().enumerate() {
-            inputs.push(hidden.clone());
-            let (rows, prompts) = (rows_of(&tables, &all), self.prompts(block, 0..BATCH, &all));
-            let saved = store.part(0..BATCH * tokens);
-            self.chain.send(block, &rows, &prompts, &mut hidden, saved, false);
-        }
-        let mut gradient = self.model.given["output_gradient"].clone();
-        let mut of_prompts = Vec::new();
-        for block in (0..blocks).rev() {
-            let kv = BATCH * tokens * spec.kv_heads * spec.head_dim;
-            let mut taken = Taken {
-                keys: vec![0.0; kv],
-                values: vec![0.0; kv],
-                starts: (0..BATCH).map(|row| row * tokens).collect(),
-                gradient: Vec::new(),
-            };
-            for from in (0..tokens).step_by(cut).rev() {
-                let piece = from..tokens.min(from + cut);
-                taken.gradient = self.part(&gradient, &piece);
-                let rows = rows_of(&tables, &piece);
-                let prompts = self.prompts(block, 0..BATCH, &piece);
-                let x = self.part(&inputs[block], &piece);
-                let saved = match piece == all {
-                    true => stores[block].part(0..BATCH * tokens),
-                    false => SavedActivations::default(),
-                };
-                self.chain.gradient(block, &rows, &prompts, &x, &mut taken, saved);
-                put(&mut gradient, &taken.gradient, tokens * width, from * width);
-            }
-            of_prompts.extend(self.part(&gradient, &(0..PREFIX)));
-        }
-        [bits(&gradient), bits(&of_prompts)]
-    }
-}
-
-/// `tokens` of the rows of these page tables.
-fn rows_of<'t>(tables: &'t [Vec<PageId>], tokens: &Range<usize>) -> Vec<StepRow<'t>> {
-    let row = |pages| StepRow::new(tokens.len(), tokens.start, pages);
-    tables.iter().map(|pages| row(pages)).collect()
-}
-
-/// Puts `part` `[rows, ..]` into rows of `width` values, `start` values behind where they begin.
-fn put(all: &mut [f32], part: &[f32], width: usize, start: usize) {
-    let len = part.len() / (all.len() / width);
-    for (row, part) in all.chunks_mut(width).zip(part.chunks(len)) {
-        row[start..start + len].copy_from_slice(part);
+        let model = self.model;
+        self.chain.adapters = model.adapters_of_rows();
+        let prompts = |block: usize, tokens: &Range<usize>| {
+            prompts_on(&model.given["prompts"], model.spec.hidden, block, 0..BATCH, tokens)
+        };
+        let given = self.chain.there_and_back(&Pass {
+            tables: &self.tables,
+            tokens: model.tokens,
+            x: &model.given["input"],
+            gradient: &model.given["output_gradient"],
+            prompts: &prompts,
+            cut,
+            level,
+            turns: false,
+        });
+        [bits(&given.input), bits(&given.prompts)]
     }
 }

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use p2p::{
-    CallError, Inbound, Keypair, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec, Traversal,
-};
+use p2p::{CallError, Inbound, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec};
 use shared::network::{Link, RateFile, RateSource};
 use swarm::dht::driver::{Dht, DhtConfig};
 use swarm::dht::storage::StorageLimits;
@@ -30,20 +28,8 @@ struct Node {
 }
 
 async fn start(initial_peers: Vec<Multiaddr>, protocols: Vec<ProtocolSpec>) -> Node {
-    let (p2p, inbound) = P2p::start(P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()],
-        announce: Vec::new(),
-        initial_peers,
-        kad_server: true,
-        protocols,
-        traversal: Traversal::NONE,
-        startup_timeout: DEADLINE,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    })
-    .await
-    .unwrap();
+    let config = P2pConfig::on_loopback(initial_peers, protocols, DEADLINE);
+    let (p2p, inbound) = P2p::start(config).await.unwrap();
     let counterpart = Counterpart::new(p2p.clone());
     tokio::spawn(answer_all(inbound, counterpart.clone()));
     Node { p2p, counterpart }
@@ -136,20 +122,8 @@ fn callers_that_break_the_protocol_get_nothing_and_hostile_answers_count_for_not
         assert_eq!(callee.counterpart.figures().served, 4);
 
         // A callee that agrees, then claims more than it was sent, and sends nothing of its own.
-        let (liar, mut inbound) = P2p::start(P2pConfig {
-            keypair: Keypair::generate_ed25519(),
-            listen: vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()],
-            announce: Vec::new(),
-            initial_peers: Vec::new(),
-            kad_server: true,
-            protocols: vec![protocol()],
-            traversal: Traversal::NONE,
-            startup_timeout: DEADLINE,
-            max_upload_bytes_per_s: None,
-            request_memory: P2pConfig::REQUEST_MEMORY,
-        })
-        .await
-        .unwrap();
+        let config = P2pConfig::on_loopback(Vec::new(), vec![protocol()], DEADLINE);
+        let (liar, mut inbound) = P2p::start(config).await.unwrap();
         tokio::spawn(async move {
             while let Some(Inbound::Stream { mut stream, .. }) = inbound.recv().await {
                 let _ = stream.recv().await;

@@ -20,18 +20,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 fn config(initial_peers: Vec<Multiaddr>) -> P2pConfig {
-    P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: vec!["/ip4/127.0.0.1/tcp/0".parse().expect("address")],
-        announce: Vec::new(),
-        initial_peers,
-        kad_server: true,
-        protocols: vec![protocol()],
-        traversal: Traversal::NONE,
-        startup_timeout: DEADLINE,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    }
+    P2pConfig::on_loopback(initial_peers, vec![protocol()], DEADLINE)
 }
 
 struct Node {

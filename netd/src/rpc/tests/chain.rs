@@ -93,9 +93,7 @@ async fn a_push_that_nobody_takes_is_counted_and_hurts_nobody() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_strangers_push_is_dropped_and_the_session_goes_on() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (rig, mut session) = Rig::with_session().await;
     let good = session.message(hidden(1, &[2.0]), None, None, None);
     let stranger = rig.peer().await;
     let push = async |request: &ExpertRequest| {
@@ -130,9 +128,7 @@ async fn a_strangers_push_is_dropped_and_the_session_goes_on() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_id_in_use_is_refused_until_its_session_ends() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (rig, mut session) = Rig::with_session().await;
     let mut twin = rig.session().await;
     twin.id = session.id.clone();
     let text = twin.open(hidden(1, &[1.0]), 30).await.unwrap_err();

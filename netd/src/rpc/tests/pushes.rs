@@ -24,6 +24,13 @@ async fn standing(rig: &Rig) -> (P2p, RpcStream) {
     (stranger, stream)
 }
 
+/// A session after its first step, and another server with its standing stream.
+async fn pushing() -> (Rig, Client, P2p, RpcStream) {
+    let (rig, session) = Rig::with_session().await;
+    let (stranger, stream) = standing(&rig).await;
+    (rig, session, stranger, stream)
+}
+
 async fn push(stream: &mut RpcStream, request: &ExpertRequest) {
     stream.send(request.encode_to_vec().into()).await.unwrap();
 }
@@ -55,10 +62,7 @@ fn exact(request: &ExpertRequest) -> ExpertRequest {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_stream_carries_all_steps_of_a_session_and_copies_are_dropped() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     let mut sum = 1.0;
     for step in 0..6 {
         let message = session.message(hidden(1, &[2.0]), None, None, None);
@@ -79,10 +83,7 @@ async fn one_stream_carries_all_steps_of_a_session_and_copies_are_dropped() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_copy_in_another_encoding_is_the_same_step() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     let raw = hidden(1, &[2.0]).buffer;
     let half = encode(&[1, 1, HIDDEN], WireDtype::F32, raw, Compression::Float16).unwrap();
@@ -106,10 +107,7 @@ fn packed(firsts: &[f32]) -> Tensor {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn packed_states_are_those_of_the_copy_and_come_over_standing_streams_alone() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, stranger, mut stream) = pushing().await;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     push(&mut stream, &holding(&message, packed(&[2.0]))).await;
     assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
@@ -126,10 +124,7 @@ async fn packed_states_are_those_of_the_copy_and_come_over_standing_streams_alon
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_copy_that_differs_before_the_answer_has_left_is_computed() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     let paused = &rig.memory().orders.paused;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     paused.store(true, Ordering::SeqCst);
@@ -151,10 +146,7 @@ async fn a_copy_that_differs_before_the_answer_has_left_is_computed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_copy_that_differs_after_the_answer_ends_the_session() {
-    let rig = Rig::new().await;
-    let mut bystander = rig.session().await;
-    bystander.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut bystander, _stranger, mut stream) = pushing().await;
     type Change = fn(&ExpertRequest) -> ExpertRequest;
     let changes: [Change; 3] = [
         |message| holding(message, hidden(1, &[50.0])),
@@ -178,10 +170,7 @@ async fn a_copy_that_differs_after_the_answer_ends_the_session() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_push_cannot_undo_tokens_of_the_session() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     // Without hidden states it would only roll back.
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     let empty =
@@ -260,10 +249,7 @@ async fn a_server_that_compresses_computes_the_copies_only() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn garbage_ends_the_standing_stream_and_not_the_session() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     stream.send(vec![0xff; 100].into()).await.unwrap();
     assert!(stream.recv().await.is_err());
     let message = session.message(hidden(1, &[2.0]), None, None, None);
@@ -280,10 +266,7 @@ async fn garbage_ends_the_standing_stream_and_not_the_session() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn steps_for_unknown_sessions_end_no_stream_and_a_drain_does() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
-    let (_stranger, mut stream) = standing(&rig).await;
+    let (rig, mut session, _stranger, mut stream) = pushing().await;
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     let unknown = with_key(message.clone(), keys::SESSION_ID, Some(Value::str("nobody")));
     push(&mut stream, &unknown).await;

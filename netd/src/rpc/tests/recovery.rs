@@ -97,9 +97,7 @@ async fn a_worker_without_a_mirror_takes_its_sessions_with_it_and_no_others() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nonsense_in_a_ring_is_reported_once_and_its_jobs_go_to_the_next_generation() {
-    let mut rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (mut rig, mut session) = Rig::with_session().await;
     rig.memory().orders.paused.store(true, SeqCst);
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     session.send(&message).await;
@@ -178,9 +176,7 @@ async fn a_job_that_crashes_the_worker_alone_twice_is_refused_and_no_other() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_will_not_come_back_fails_its_sessions_with_a_text() {
-    let mut rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (mut rig, mut session) = Rig::with_session().await;
     rig.memory().orders.paused.store(true, SeqCst);
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     session.send(&message).await;

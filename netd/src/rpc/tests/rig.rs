@@ -7,7 +7,6 @@
 //! generations, like a kv segment.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,24 +14,23 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use p2p::{CallError, Keypair, P2p, P2pConfig, PeerId, RpcStream, Traversal};
+use p2p::{CallError, P2p, P2pConfig, PeerId, RpcStream};
 use prost::Message;
 use shared::block::{BlockIndex, Span};
-use shared::control::{DeathCause, FdTag, LinkInit, WorkerUp};
-use shared::dtype::DType;
+use shared::control::{DeathCause, WorkerUp};
 use shared::ids::{Generation, GroupId, PageId, WorkerId};
-use shared::job::{Completion, JobBody, JobDescriptor, JobLimits, WorkKind};
+use shared::job::{Completion, JobBody, JobLimits, WorkKind};
 use shared::limits::Limits;
 use shared::model::{ModelFacts, PAGE_TOKENS};
 use shared::shm::arena::ArenaMap;
-use shared::shm::doorbell::Doorbell;
-use shared::shm::pair::{RingIdentity, RingPair};
+use shared::shm::pair::RingIdentity;
 use shared::shm::segment::MemfdSegment;
 use shared::survey::Capacity;
 use swarm::names;
 use swarm::wire::messages::{ExpertRequest, ExpertResponse, Tensor};
 use swarm::wire::metadata::StepMetadata;
 use swarm::wire::tensor::{WireDtype, dummy_tensor, raw_tensor};
+use testkit::link::{FakeWorker, LinkParts};
 use tokio::sync::watch;
 
 use crate::membership::reachability::{self, Checker};
@@ -81,9 +79,7 @@ pub struct Worker {
     span: Span,
     pub generation: Generation,
     pub memory: Arc<Memory>,
-    thread: Option<JoinHandle<()>>,
-    rings: Option<RingPair>,
-    completion_bell: Option<Doorbell>,
+    link: Option<Linked>,
 }
 
 impl Worker {
@@ -93,7 +89,7 @@ impl Worker {
 
     /// Whether its thread has ended by itself.
     pub fn dead(&self) -> bool {
-        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
+        self.link.as_ref().is_some_and(|link| link.thread.is_finished())
     }
 }
 
@@ -110,22 +106,8 @@ pub struct Rig {
 }
 
 pub fn facts() -> ModelFacts {
-    ModelFacts {
-        name: "tiny".into(),
-        repository: None,
-        model_type: "llama".into(),
-        dht_prefix: None,
-        num_blocks: BLOCKS,
-        hidden_size: HIDDEN as u32,
-        attention_heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        dtype: DType::F32,
-        quant_type: shared::config::QuantType::None,
-        block_bytes: 1,
-        client_bytes: 0,
-        adapters: vec!["org/first".into(), "org/second".into()],
-    }
+    let adapters = vec!["org/first".into(), "org/second".into()];
+    ModelFacts { num_blocks: BLOCKS, adapters, ..testkit::facts::facts() }
 }
 
 pub fn limits() -> Limits {
@@ -136,29 +118,15 @@ fn timeouts() -> Timeouts {
     Timeouts { request: DEADLINE, session: 3 * DEADLINE, step: 2 * DEADLINE, max_alloc: DEADLINE }
 }
 
-/// Names of segments: unique in this process, and among processes by its id.
-pub fn unique() -> String {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!("sepal-nettest-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
-}
-
 async fn node(
     listen: bool,
     initial_peers: Vec<p2p::Multiaddr>,
 ) -> (P2p, tokio::sync::mpsc::Receiver<p2p::Inbound>) {
     let mut all = protocols();
     all.push(reachability::protocol());
-    let config = P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: if listen { vec!["/ip4/127.0.0.1/tcp/0".parse().unwrap()] } else { Vec::new() },
-        announce: Vec::new(),
-        initial_peers,
-        kad_server: listen,
-        protocols: if listen { all } else { Vec::new() },
-        traversal: Traversal::NONE,
-        startup_timeout: DEADLINE,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
+    let config = match listen {
+        true => P2pConfig::on_loopback(initial_peers, all, DEADLINE),
+        false => P2pConfig::of_caller(initial_peers, DEADLINE),
     };
     P2p::start(config).await.unwrap()
 }
@@ -250,9 +218,7 @@ impl Rig {
                 span,
                 generation: Generation(0),
                 memory: Arc::default(),
-                thread: None,
-                rings: None,
-                completion_bell: None,
+                link: None,
             });
             rig.start(index);
         }
@@ -270,37 +236,33 @@ impl Rig {
             netd_generation: Generation(1),
         };
         let linked = link_worker(identity, worker.span, worker.memory.clone(), &self.arena);
-        worker.thread = Some(linked.thread);
-        worker.rings = Some(linked.rings);
-        let [submission, completion] = linked.bells;
-        let bell = completion.try_clone().unwrap();
-        worker.completion_bell = Some(Doorbell::from_fd(bell).unwrap());
-        let rings = worker.rings.as_ref().unwrap().try_clone().unwrap();
+        let [submission, completion] = linked.parts.bells();
+        let rings = linked.parts.rings();
         self.service.workers.up(&linked.up, rings, submission, completion).unwrap();
+        worker.link = Some(linked);
     }
 
     /// Ends a worker, as the supervisor reports it after the reap.
     pub fn kill(&mut self, index: usize, cause: DeathCause, restarting: bool) {
         let worker = &mut self.workers[index];
         worker.memory.orders.killed.store(true, Ordering::SeqCst);
-        worker.thread.take().unwrap().join().unwrap();
-        self.service.workers.down(worker.id, worker.generation, cause, restarting);
+        self.wait_for_death(index);
+        self.report_death(index, cause, restarting);
     }
 
     /// Lets the worker's completion ring claim more entries than it can hold, and rings its bell.
     pub fn scribble(&self, index: usize) {
         /// Where the tail of the completion ring lies (`shared::shm::layout`).
         const COMPLETION_TAIL: u64 = 16896;
-        let worker = &self.workers[index];
-        let rings = worker.rings.as_ref().unwrap().try_clone().unwrap();
-        let segment = std::fs::File::from(rings);
+        let parts = &self.workers[index].link.as_ref().unwrap().parts;
+        let segment = std::fs::File::from(parts.rings());
         segment.write_all_at(&(1u64 << 40).to_le_bytes(), COMPLETION_TAIL).unwrap();
-        worker.completion_bell.as_ref().unwrap().ring().unwrap();
+        parts.completion_bell.ring().unwrap();
     }
 
     /// Waits until the worker has ended by itself.
     pub fn wait_for_death(&mut self, index: usize) {
-        self.workers[index].thread.take().unwrap().join().unwrap();
+        self.workers[index].link.take().unwrap().thread.join().unwrap();
     }
 
     pub fn report_death(&mut self, index: usize, cause: DeathCause, restarting: bool) {
@@ -310,6 +272,14 @@ impl Rig {
 
     pub fn memory(&self) -> &Memory {
         &self.workers[0].memory
+    }
+
+    /// A rig and a session after its first step, for 30 tokens.
+    pub async fn with_session() -> (Rig, Client) {
+        let rig = Rig::new().await;
+        let mut session = rig.session().await;
+        session.open(hidden(1, &[1.0]), 30).await.unwrap();
+        (rig, session)
     }
 
     pub async fn session(&self) -> Client {
@@ -341,8 +311,8 @@ impl Drop for Rig {
     fn drop(&mut self) {
         for worker in &mut self.workers {
             worker.memory.orders.killed.store(true, Ordering::SeqCst);
-            if let Some(thread) = worker.thread.take() {
-                let ended = thread.join();
+            if let Some(link) = worker.link.take() {
+                let ended = link.thread.join();
                 assert!(ended.is_ok() || std::thread::panicking(), "the fake worker panicked");
             }
         }
@@ -352,18 +322,8 @@ impl Drop for Rig {
 /// A worker thread behind fresh rings, and what netd is told of it.
 pub struct Linked {
     pub thread: JoinHandle<()>,
-    pub rings: RingPair,
+    pub parts: LinkParts,
     pub up: WorkerUp,
-    pub bells: [Doorbell; 2],
-}
-
-impl Linked {
-    /// The descriptors that come with the worker's `WorkerUp`: rings and both doorbells.
-    pub fn fds(&self) -> Vec<OwnedFd> {
-        let rings = self.rings.try_clone().unwrap();
-        let bells = self.bells.each_ref().map(|bell| bell.try_clone().unwrap());
-        [rings].into_iter().chain(bells).collect()
-    }
 }
 
 /// What the supervisor and a worker do to link it.
@@ -373,52 +333,23 @@ pub fn link_worker(
     memory: Arc<Memory>,
     arena: &MemfdSegment,
 ) -> Linked {
-    let rings = RingPair::create(&unique(), &identity).unwrap();
-    let bells: [Doorbell; 2] = std::array::from_fn(|_| Doorbell::new().unwrap());
-    let theirs = bells.each_ref().map(|bell| Doorbell::from_fd(bell.try_clone().unwrap()).unwrap());
-    let end = RingPair::open(rings.try_clone().unwrap(), &identity).unwrap();
-    let map = ArenaMap::map(arena).unwrap();
-    let link = LinkInit {
-        netd_generation: identity.netd_generation,
-        worker_generation: identity.worker_generation,
-        arena_bytes: arena.len() as u64,
-        fds: FdTag(0),
-    };
-    let capacity = Capacity { inference_rps: 50.0, forward_rps: 100.0 };
+    let parts = LinkParts::over(identity, arena);
     let up = WorkerUp {
-        worker: identity.worker,
-        span,
-        kv_pages: KV_PAGES,
         kv_survives: !memory.orders.loses_kv.load(Ordering::SeqCst),
-        kv_version: 1,
-        capacity,
-        link,
+        capacity: Capacity { inference_rps: 50.0, forward_rps: 100.0 },
+        ..parts.worker_up(span, KV_PAGES)
     };
-    let thread = std::thread::spawn(move || work(&memory, span, identity, end, &map, &theirs));
-    Linked { thread, rings, up, bells }
+    let limits = JobLimits::of(&facts(), span, KV_PAGES, arena.len() as u64);
+    let (worker, arena) = (parts.worker(), ArenaMap::map(arena).unwrap());
+    let thread = std::thread::spawn(move || work(&memory, &limits, worker, &arena));
+    Linked { thread, parts, up }
 }
 
-fn work(
-    memory: &Memory,
-    span: Span,
-    identity: RingIdentity,
-    end: RingPair,
-    arena: &ArenaMap,
-    bells: &[Doorbell; 2],
-) {
-    let (mut jobs, mut completions) = end.worker_end();
-    let limits = JobLimits {
-        arena_bytes: arena.len(),
-        span,
-        hidden: HIDDEN as u32,
-        dtype: DType::F32,
-        kv_pages: KV_PAGES,
-        adapters: 2,
-    };
+fn work(memory: &Memory, limits: &JobLimits, mut worker: FakeWorker, arena: &ArenaMap) {
     let orders = &memory.orders;
     while !orders.killed.load(Ordering::SeqCst) {
-        jobs.wait(&bells[0], Duration::ZERO, Duration::from_millis(5)).unwrap();
-        while let Some(entry) = jobs.pop().unwrap() {
+        worker.wait(Duration::ZERO, Duration::from_millis(5));
+        while let Some(job) = worker.take() {
             // A job that was taken while the order came is held as well.
             while orders.paused.load(Ordering::SeqCst) {
                 if orders.killed.load(Ordering::SeqCst) {
@@ -426,10 +357,9 @@ fn work(
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }
-            let descriptor = JobDescriptor::decode(&entry).unwrap();
-            let mut bytes = vec![0u8; descriptor.body.len as usize];
-            arena.read(descriptor.body.offset, &mut bytes).unwrap();
-            let body = JobBody::decode(&bytes, &limits);
+            let mut bytes = vec![0u8; job.body.len as usize];
+            arena.read(job.body.offset, &mut bytes).unwrap();
+            let body = JobBody::decode(&bytes, limits);
             if let Ok(body) = &body {
                 memory.jobs.lock().unwrap().push(body.clone());
                 compute(memory, body, arena);
@@ -437,16 +367,8 @@ fn work(
                     return;
                 }
             }
-            let completion = Completion {
-                id: descriptor.id,
-                worker_generation: identity.worker_generation,
-                netd_generation: identity.netd_generation,
-                result: body.map(drop),
-                queue_ns: 1,
-                compute_ns: 2,
-            };
-            completions.push(completion.encode()).unwrap();
-            completions.ring_if_sleeping(&bells[1]).unwrap();
+            let (result, done) = (body.map(drop), worker.completion(job.id));
+            worker.post(Completion { result, queue_ns: 1, compute_ns: 2, ..done }.encode());
         }
     }
 }

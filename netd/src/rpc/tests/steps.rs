@@ -72,9 +72,7 @@ async fn zero_token_steps_are_answered_and_compute_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_repeated_step_is_ignored_without_an_answer() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (_rig, mut session) = Rig::with_session().await;
     let second = session.message(hidden(1, &[2.0]), None, None, None);
     let third = session.message(hidden(1, &[3.0]), None, None, None);
     for message in [&second, &second, &third] {
@@ -87,9 +85,7 @@ async fn a_repeated_step_is_ignored_without_an_answer() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pushed_step_is_computed_once_and_answered_on_the_clients_stream() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (rig, mut session) = Rig::with_session().await;
     let second = session.message(hidden(1, &[2.0]), None, None, None);
     assert_eq!(rig.call(names::PUSH, second.clone()).await.unwrap(), "");
     assert_eq!(firsts(&session.answer().await.unwrap()), [7.0]);
@@ -320,9 +316,7 @@ async fn a_caller_that_goes_away_frees_its_session_when_its_job_ends() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draining_lets_the_running_step_finish() {
-    let rig = Rig::new().await;
-    let mut session = rig.session().await;
-    session.open(hidden(1, &[1.0]), 30).await.unwrap();
+    let (rig, mut session) = Rig::with_session().await;
     rig.memory().orders.paused.store(true, std::sync::atomic::Ordering::SeqCst);
     let message = session.message(hidden(1, &[2.0]), None, None, None);
     session.send(&message).await;

@@ -1,13 +1,13 @@
 //! Moves: what other nodes read at each step, and what becomes of sessions.
 
+use std::ops::Range;
+
+use swarm::wire::messages::ExpertRequest;
 use swarm::wire::records::ModelInfo;
+use testkit::span;
 
 use super::*;
 use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
-
-fn span(start: u32, end: u32) -> Span {
-    Span::new(start, end).unwrap()
-}
 
 /// Publishes a server of blocks 0:2 that does not exist.
 async fn publish_other(node: &Joined, peer_id: &str, state: ServerState) {
@@ -25,9 +25,12 @@ async fn publish_other(node: &Joined, peer_id: &str, state: ServerState) {
     assert!(announce::store_under(&node.dht, &config, &status, &[0, 1]).await);
 }
 
-/// A server of blocks 0:2, which another serves too, up to its wish to serve 2:4.
-async fn until_wish(node: &Joined, other: &str) -> (Supervisor, String) {
-    publish_other(node, other, ServerState::Online).await;
+/// A server of blocks 0:2, which another serves too, up to its wish to serve 2:4: a node beside
+/// them, the id of the other, the server's supervisor and the server's id.
+async fn until_wish() -> (Joined, String, Supervisor, String) {
+    let node = bootstrap_node().await;
+    let other = p2p::PeerId::random().to_base58();
+    publish_other(&node, &other, ServerState::Online).await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.span = SpanChoice::Count(2);
         init.config.balance_quality = 0.75;
@@ -35,24 +38,11 @@ async fn until_wish(node: &Joined, other: &str) -> (Supervisor, String) {
         init.config.update_period = Duration::from_secs(3);
         init.served = Some(span(0, 2));
     });
-    let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::ProposedSpan(s) if s == span(0, 2)));
-    supervisor.start_worker(1, 1, span(0, 2)).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
-    (supervisor, peer_id)
-}
-
-async fn start_coming(supervisor: &mut Supervisor) {
-    let identity = RingIdentity {
-        worker: WorkerId::solo(GroupId(1)),
-        worker_generation: Generation(1),
-        netd_generation: Generation(1),
-    };
-    let memory = supervisor.memory.clone();
-    let linked = rig::link_worker(identity, span(2, 4), memory, &supervisor.arena);
-    supervisor.tell(ToNetd::WorkerUp(linked.up.clone()), linked.fds()).await;
-    supervisor.other = Some(linked);
+    let (peer_id, proposed) = supervisor.proposed(None).await;
+    assert_eq!(proposed, span(0, 2));
+    supervisor.start_worker(0, 1, span(0, 2)).await;
+    supervisor.online().await;
+    (node, other, supervisor, peer_id)
 }
 
 /// State and range of the record under each block.
@@ -90,50 +80,54 @@ async fn session(node: &Joined, peer_id: &str) -> rig::Client {
     rig::Client::of(stream.unwrap())
 }
 
+/// Opens a session over `blocks` with a token of that value.
+async fn first_step(session: &mut rig::Client, blocks: Range<u32>, first: f32) -> Vec<f32> {
+    let message = session.message(hidden(1, &[first]), Some(30), Some(0), None);
+    step_over(session, blocks, message).await
+}
+
+/// Goes on with it.
+async fn next_step(session: &mut rig::Client, blocks: Range<u32>, first: f32) -> Vec<f32> {
+    let message = session.message(hidden(1, &[first]), None, None, None);
+    step_over(session, blocks, message).await
+}
+
+async fn step_over(
+    session: &mut rig::Client,
+    blocks: Range<u32>,
+    message: ExpertRequest,
+) -> Vec<f32> {
+    let message = ExpertRequest { uid: rig::uids(blocks), ..message };
+    rig::firsts(&session.ask(&message).await.unwrap())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
     use ServerState::{Joining, Offline, Online};
-    let node = bootstrap_node().await;
-    let other = p2p::PeerId::random().to_base58();
-    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let (node, _, mut supervisor, peer_id) = until_wish().await;
     let mut old = session(&node, &peer_id).await;
-    let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
-    message.uid = rig::uids(0..2);
-    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [3.0]);
+    assert_eq!(first_step(&mut old, 0..2, 1.0).await, [3.0]);
 
     assert!(matches!(supervisor.hear().await, FromNetd::Move(to) if to == span(2, 4)));
     let joining = [(Online, 0), (Online, 0), (Joining, 2), (Joining, 2)];
     until_records(&node, &peer_id, joining).await;
     assert!(!serves(&node, &peer_id, 2).await);
 
-    start_coming(&mut supervisor).await;
+    supervisor.start_worker(1, 1, span(2, 4)).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Moved(to) if to == span(2, 4)));
     let moved = [(Offline, 0), (Offline, 0), (Online, 2), (Online, 2)];
     until_records(&node, &peer_id, moved).await;
     assert!(serves(&node, &peer_id, 2).await);
     let mut new = session(&node, &peer_id).await;
-    let mut message = new.message(hidden(1, &[5.0]), Some(30), Some(0), None);
-    message.uid = rig::uids(2..4);
-    assert_eq!(rig::firsts(&new.ask(&message).await.unwrap()), [7.0]);
-    let mut message = old.message(hidden(1, &[2.0]), None, None, None);
-    message.uid = rig::uids(0..2);
-    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [5.0]);
+    assert_eq!(first_step(&mut new, 2..4, 5.0).await, [7.0]);
+    assert_eq!(next_step(&mut old, 0..2, 2.0).await, [5.0]);
 
     old.close().await;
     assert!(matches!(supervisor.hear().await, FromNetd::Vacated));
     assert!(!serves(&node, &peer_id, 0).await);
-    let down = ToNetd::WorkerDown {
-        worker: WorkerId::solo(GroupId(0)),
-        generation: Generation(1),
-        cause: DeathCause::Outside,
-        restarting: false,
-    };
-    supervisor.tell(down, Vec::new()).await;
-    let mut message = new.message(hidden(1, &[1.0]), None, None, None);
-    message.uid = rig::uids(2..4);
-    assert_eq!(rig::firsts(&new.ask(&message).await.unwrap()), [8.0]);
-    supervisor.tell(ToNetd::Drain, Vec::new()).await;
-    assert!(matches!(supervisor.ended().await, Stop::Drained));
+    supervisor.tell_down(1, false).await;
+    assert_eq!(next_step(&mut new, 2..4, 1.0).await, [8.0]);
+    supervisor.drained().await;
     let ended = [(Offline, 0), (Offline, 0), (Offline, 2), (Offline, 2)];
     until_records(&node, &peer_id, ended).await;
 }
@@ -141,12 +135,10 @@ async fn a_hole_is_filled_while_sessions_on_the_old_blocks_go_on() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
     use ServerState::{Offline, Online};
-    let node = bootstrap_node().await;
-    let other = p2p::PeerId::random().to_base58();
-    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let (node, _, mut supervisor, peer_id) = until_wish().await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
     let failed = ToNetd::MoveFailed { to: span(2, 4), why: "no room".into() };
-    supervisor.tell(failed, Vec::new()).await;
+    supervisor.tell(failed).await;
     let stays = [(Online, 0), (Online, 0), (Offline, 2), (Offline, 2)];
     until_records(&node, &peer_id, stays).await;
     assert!(serves(&node, &peer_id, 0).await);
@@ -155,31 +147,19 @@ async fn a_move_that_fails_is_taken_back_and_nothing_else_changes() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
     use ServerState::{Joining, Offline, Online};
-    let node = bootstrap_node().await;
-    let other = p2p::PeerId::random().to_base58();
-    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let (node, _, mut supervisor, peer_id) = until_wish().await;
     let mut old = session(&node, &peer_id).await;
-    let mut message = old.message(hidden(1, &[1.0]), Some(30), Some(0), None);
-    message.uid = rig::uids(0..2);
-    old.ask(&message).await.unwrap();
+    first_step(&mut old, 0..2, 1.0).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
-    supervisor.tell(ToNetd::MakeRoom(span(2, 4)), Vec::new()).await;
+    supervisor.tell(ToNetd::MakeRoom(span(2, 4))).await;
     let leaving = [(Offline, 0), (Offline, 0), (Joining, 2), (Joining, 2)];
     until_records(&node, &peer_id, leaving).await;
-    let mut message = old.message(hidden(1, &[2.0]), None, None, None);
-    message.uid = rig::uids(0..2);
-    assert_eq!(rig::firsts(&old.ask(&message).await.unwrap()), [5.0]);
+    assert_eq!(next_step(&mut old, 0..2, 2.0).await, [5.0]);
     old.close().await;
     assert!(matches!(supervisor.hear().await, FromNetd::Vacated));
-    let down = ToNetd::WorkerDown {
-        worker: WorkerId::solo(GroupId(0)),
-        generation: Generation(1),
-        cause: DeathCause::Outside,
-        restarting: false,
-    };
-    supervisor.tell(down, Vec::new()).await;
-    start_coming(&mut supervisor).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    supervisor.tell_down(1, false).await;
+    supervisor.start_worker(1, 1, span(2, 4)).await;
+    supervisor.online().await;
     let there = [(Offline, 0), (Offline, 0), (Online, 2), (Online, 2)];
     until_records(&node, &peer_id, there).await;
     assert!(serves(&node, &peer_id, 2).await && !serves(&node, &peer_id, 0).await);
@@ -187,12 +167,10 @@ async fn without_room_for_both_sessions_end_before_the_new_workers_come() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_move_is_called_off_when_the_old_blocks_have_lost_their_other_server() {
-    let node = bootstrap_node().await;
-    let other = p2p::PeerId::random().to_base58();
-    let (mut supervisor, peer_id) = until_wish(&node, &other).await;
+    let (node, other, mut supervisor, peer_id) = until_wish().await;
     assert!(matches!(supervisor.hear().await, FromNetd::Move(_)));
     publish_other(&node, &other, ServerState::Offline).await;
-    start_coming(&mut supervisor).await;
+    supervisor.start_worker(1, 1, span(2, 4)).await;
     assert!(matches!(supervisor.hear().await, FromNetd::Stays));
     assert!(serves(&node, &peer_id, 0).await && !serves(&node, &peer_id, 2).await);
 }
@@ -206,8 +184,7 @@ async fn what_earlier_generations_left_behind_is_taken_back() {
         init.served = Some(span(1, 3));
         init.retired = vec![span(0, 2), span(3, 4)];
     });
-    let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(model(None), Vec::new()).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
     let records = [(Offline, 0), (Joining, 1), (Joining, 1), (Offline, 3)];
     until_records(&node, &peer_id, records).await;
 }

@@ -14,14 +14,6 @@ fn span() -> Span {
     Span::new(0, BLOCKS).unwrap()
 }
 
-/// To the proposed span.
-async fn proposed(supervisor: &mut Supervisor, kept: Option<Capacity>) -> String {
-    let (peer_id, _) = supervisor.listening().await;
-    supervisor.tell(model(kept), Vec::new()).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::ProposedSpan(_)));
-    peer_id
-}
-
 fn rps(network: NetworkRate) -> f64 {
     network.bits_per_s / (16.0 * HIDDEN as f64)
 }
@@ -35,7 +27,7 @@ async fn a_server_that_joins_announces_what_was_measured_earlier() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
     let kept = Capacity { inference_rps: 5.0, forward_rps: 40.0 };
-    let peer_id = proposed(&mut supervisor, Some(kept)).await;
+    let (peer_id, _) = supervisor.proposed(Some(kept)).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.inference_rps, joining.forward_rps), (Some(5.0), Some(40.0)));
     assert_eq!(joining.throughput, 40.0 / 2.5);
@@ -45,7 +37,7 @@ async fn a_server_that_joins_announces_what_was_measured_earlier() {
 async fn one_that_was_never_measured_joins_with_the_throughput_of_its_network() {
     let node = bootstrap_node().await;
     let mut supervisor = Supervisor::new(node.addrs.clone(), |_| {});
-    let peer_id = proposed(&mut supervisor, None).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.throughput, joining.forward_rps), (assumed(), None));
 }
@@ -58,9 +50,9 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.rates_dir = Some(folder.path().to_owned());
     });
-    let peer_id = proposed(&mut supervisor, None).await;
-    supervisor.start_worker(1, 1, span()).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    let (peer_id, _) = supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, span()).await;
+    supervisor.online().await;
     let link = Link::of_system();
     let measured = until_record(&node, &peer_id, |info| {
         let kept = file.kept(&link);
@@ -77,7 +69,7 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let mut second = Supervisor::new(node.addrs.clone(), |init| {
         init.config.rates_dir = Some(folder.path().to_owned());
     });
-    let peer_id = proposed(&mut second, None).await;
+    let (peer_id, _) = second.proposed(None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     // A number that went through a file may have lost its last bit.
     let (before, now) = (measured.network_rps.unwrap(), joining.network_rps.unwrap());
@@ -90,8 +82,8 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.link_bits_per_s = Some(16.0 * HIDDEN as f64);
     });
-    let peer_id = proposed(&mut supervisor, None).await;
-    supervisor.start_worker(1, 1, span()).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, span()).await;
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!((online.network_rps, online.throughput), (Some(1.0), 1.0));
 
@@ -99,7 +91,7 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut bounded = Supervisor::new(node.addrs.clone(), |init| {
         init.config.max_upload_bits_per_s = Some(2e6);
     });
-    let peer_id = proposed(&mut bounded, None).await;
+    let (peer_id, _) = bounded.proposed(None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!(joining.network_rps, Some(2e6 / (16.0 * HIDDEN as f64)));
 
@@ -107,7 +99,7 @@ async fn what_the_operator_says_is_announced_and_nothing_is_measured() {
     let mut fixed = Supervisor::new(node.addrs.clone(), |init| {
         init.config.throughput = Throughput::Fixed(7.0);
     });
-    let peer_id = proposed(&mut fixed, None).await;
+    let (peer_id, _) = fixed.proposed(None).await;
     let joining = until_state(&node, &peer_id, ServerState::Joining).await;
     assert_eq!((joining.network_rps, joining.throughput), (None, 7.0));
 }
@@ -118,8 +110,8 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
     let mut supervisor = Supervisor::new(node.addrs.clone(), |init| {
         init.config.throughput = Throughput::DryRun;
     });
-    let peer_id = proposed(&mut supervisor, None).await;
-    supervisor.start_worker(1, 1, span()).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, span()).await;
     let rated = tokio::time::timeout(3 * DEADLINE, supervisor.from.recv()).await;
     let Ok(Some(FromNetd::Rated(rating))) = rated else { panic!("{rated:?}") };
     assert_eq!(rating.capacity.forward_rps, 100.0);
@@ -132,8 +124,8 @@ async fn a_dry_run_tells_its_figures_and_nobody_else() {
         init.config.throughput = Throughput::DryRun;
         init.config.link_bits_per_s = Some(16.0 * HIDDEN as f64);
     });
-    proposed(&mut alone, None).await;
-    alone.start_worker(1, 1, span()).await;
+    alone.proposed(None).await;
+    alone.start_worker(0, 1, span()).await;
     let FromNetd::Rated(rating) = alone.hear().await else { panic!("no rating") };
     assert_eq!(rating.network.source, RateSource::Operator);
     assert_eq!((rating.network_rps, rating.throughput), (1.0, 1.0));
@@ -149,10 +141,10 @@ async fn the_monitor_is_asked_before_clients_can_come() {
     .await;
     let url = monitor.url.clone();
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.monitor = Some(url));
-    let peer_id = proposed(&mut supervisor, None).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
     assert_eq!(monitor.requests(), [], "not before there is something to serve");
-    supervisor.start_worker(1, 1, span()).await;
-    assert!(matches!(supervisor.hear().await, FromNetd::Online));
+    supervisor.start_worker(0, 1, span()).await;
+    supervisor.online().await;
     let asked: Vec<String> = monitor.requests().into_iter().map(|one| one.0).collect();
     assert_eq!(asked, vec![format!("GET /api/v1/is_reachable/{peer_id}"); 2]);
 }
@@ -166,8 +158,8 @@ async fn a_server_that_the_monitor_cannot_reach_ends_with_advice() {
     .await;
     let url = monitor.url.clone();
     let mut supervisor = Supervisor::new(Vec::new(), |init| init.config.monitor = Some(url));
-    proposed(&mut supervisor, None).await;
-    supervisor.start_worker(1, 1, span()).await;
+    supervisor.proposed(None).await;
+    supervisor.start_worker(0, 1, span()).await;
     let fatal = supervisor.fatal().await;
     assert_eq!(fatal.reason, ExitReason::BadConfig);
     assert!(fatal.message.contains("no way"), "{}", fatal.message);
@@ -203,9 +195,9 @@ async fn the_record_follows_when_peers_can_no_longer_dial_this_server_and_when_t
         |_| {},
         |inbox, outbox| tokio::spawn(tapped(inbox, outbox, tap)),
     );
-    let peer_id = proposed(&mut supervisor, None).await;
+    let (peer_id, _) = supervisor.proposed(None).await;
     let p2p = tapped_node.await.unwrap();
-    supervisor.start_worker(1, 1, span()).await;
+    supervisor.start_worker(0, 1, span()).await;
     let online = until_state(&node, &peer_id, ServerState::Online).await;
     assert_eq!((online.using_relay, online.throughput), (Some(false), 1.0));
     // As when AutoNAT finds it out.

@@ -1,10 +1,9 @@
 use std::time::Duration;
 
-use shared::control::{FdTag, LinkInit};
 use shared::ids::GroupId;
 use shared::shm::arena::ArenaMap;
 use shared::shm::segment::MemfdSegment;
-use shared::survey::Capacity;
+use testkit::link::{FakeWorker, LinkParts};
 use tokio::time::timeout;
 
 use super::super::arena::{ArenaMemory, SlotClass, plan};
@@ -13,81 +12,28 @@ use super::*;
 const PATIENCE: Duration = Duration::from_secs(60);
 const BODY: SlotRef = SlotRef { offset: 0, len: 64 };
 
-fn identity(generation: u32) -> RingIdentity {
-    RingIdentity {
-        worker: WorkerId::solo(GroupId(0)),
-        worker_generation: Generation(generation),
-        netd_generation: Generation(1),
-    }
+/// Links a generation of the worker, whose end the test drives.
+fn link_worker(link: &Arc<Link>, generation: u32) -> FakeWorker {
+    let parts = LinkParts::new(Generation(generation), Generation(1));
+    let [submission, completion] = parts.bells();
+    link.up(&parts.worker_up(link.span(), 8), parts.rings(), submission, completion).unwrap();
+    parts.worker()
 }
 
-/// The worker's ends of one generation's rings.
-struct Worker {
-    identity: RingIdentity,
-    jobs: Consumer<RingHandle>,
-    completions: Producer<RingHandle>,
-    bell: Doorbell,
-}
-
-impl Worker {
-    /// Links generation `generation`.
-    fn link(link: &Arc<Link>, generation: u32) -> Worker {
-        let identity = identity(generation);
-        let name = format!("sepal-test-link-{}-{generation}", std::process::id());
-        let pair = RingPair::create(&name, &identity).unwrap();
-        let end = RingPair::open(pair.try_clone().unwrap(), &identity).unwrap();
-        let (jobs, completions) = end.worker_end();
-        let (submission, completion) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
-        let bell = Doorbell::from_fd(completion.try_clone().unwrap()).unwrap();
-        let up = WorkerUp {
-            worker: identity.worker,
-            span: link.span(),
-            kv_pages: 8,
-            kv_survives: true,
-            kv_version: 1,
-            capacity: Capacity::default(),
-            link: LinkInit {
-                netd_generation: identity.netd_generation,
-                worker_generation: identity.worker_generation,
-                arena_bytes: 0,
-                fds: FdTag(0),
-            },
-        };
-        link.up(&up, pair.try_clone().unwrap(), submission, completion).unwrap();
-        Worker { identity, jobs, completions, bell }
-    }
-
-    /// The next job.
-    async fn take(&mut self) -> JobDescriptor {
-        let end = tokio::time::Instant::now() + PATIENCE;
-        loop {
-            if let Some(entry) = self.jobs.pop().unwrap() {
-                return JobDescriptor::decode(&entry).unwrap();
-            }
-            assert!(tokio::time::Instant::now() < end, "no job came");
-            tokio::time::sleep(Duration::from_millis(1)).await;
+/// The next job.
+async fn take(worker: &mut FakeWorker) -> JobDescriptor {
+    let end = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        if let Some(job) = worker.take() {
+            return job;
         }
-    }
-
-    fn completion(&self, id: JobId) -> Completion {
-        Completion {
-            id,
-            worker_generation: self.identity.worker_generation,
-            netd_generation: self.identity.netd_generation,
-            result: Ok(()),
-            queue_ns: 0,
-            compute_ns: 1,
-        }
-    }
-
-    fn post(&mut self, entry: shared::job::Entry) {
-        self.completions.push(entry).unwrap();
-        self.completions.ring_if_sleeping(&self.bell).unwrap();
+        assert!(tokio::time::Instant::now() < end, "no job came");
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 
 /// What a worker posts in place of the completion of a job, and how it is named.
-type Lie = (fn(&mut Worker, JobId), &'static str);
+type Lie = (fn(&mut FakeWorker, JobId), &'static str);
 
 const LIES: [Lie; 6] = [
     (|worker, _| worker.post([7; 8]), "no completion"),
@@ -137,13 +83,13 @@ async fn a_worker_that_lies_is_reported_and_its_jobs_go_to_the_next_generation()
         let (broken, mut reports) = mpsc::channel(4);
         let span = Span::new(0, 2).unwrap();
         let link = Arc::new(Link::new(WorkerId::solo(GroupId(0)), span, 0, broken));
-        let mut worker = Worker::link(&link, 1);
+        let mut worker = link_worker(&link, 1);
         let holds = holds().await;
         let job = tokio::spawn({
             let link = link.clone();
             async move { link.run(WorkKind::Decode, BODY, holds).await }
         });
-        let id = worker.take().await.id;
+        let id = take(&mut worker).await.id;
         lie(&mut worker, id);
         let report = timeout(PATIENCE, reports.recv()).await.expect(named).unwrap();
         assert_eq!(report.generation, Generation(1));
@@ -151,8 +97,8 @@ async fn a_worker_that_lies_is_reported_and_its_jobs_go_to_the_next_generation()
         assert!(!job.is_finished(), "{named}: what a liar says is no answer");
 
         link.down(Generation(1), DeathCause::SelfInflicted, true);
-        let mut worker = Worker::link(&link, 2);
-        let again = worker.take().await;
+        let mut worker = link_worker(&link, 2);
+        let again = take(&mut worker).await;
         assert_eq!((again.id, again.worker_generation), (id, Generation(2)), "{named}");
         worker.post(worker.completion(id).encode());
         let answer = timeout(PATIENCE, job).await.expect(named).unwrap();

@@ -15,10 +15,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
-use p2p::{
-    Inbound, InboundStream, Keypair, P2p, P2pConfig, PeerId, ProtocolKind, ProtocolSpec, RpcStream,
-    Traversal,
-};
+use p2p::{Inbound, InboundStream, P2p, P2pConfig, PeerId, ProtocolKind, ProtocolSpec, RpcStream};
 use tokio::sync::mpsc;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -123,21 +120,15 @@ async fn run() -> Result<(), Failure> {
 
 async fn node(listen: Option<&str>) -> Result<(P2p, mpsc::Receiver<Inbound>), Failure> {
     let config = P2pConfig {
-        keypair: Keypair::generate_ed25519(),
         listen: listen.map(str::parse).into_iter().collect::<Result<_, _>>()?,
-        announce: Vec::new(),
-        initial_peers: Vec::new(),
-        kad_server: false,
         protocols: vec![ProtocolSpec {
             name: NAME,
             kind: ProtocolKind::Stream,
             max_inbound_per_peer: 16,
             max_inbound_total: 16,
         }],
-        traversal: Traversal::NONE,
-        startup_timeout: PATIENCE,
-        max_upload_bytes_per_s: None,
         request_memory: REQUEST_MEMORY,
+        ..P2pConfig::of_caller(Vec::new(), PATIENCE)
     };
     Ok(P2p::start(config).await?)
 }

@@ -20,13 +20,13 @@ fn with_rank_0<Out>(
     thread::scope(|scope| {
         let (rank_0, inbox) = sync_channel(8);
         let executor = scope.spawn(|| run_rank_0(model, kv, Some(&parts), &{ inbox }));
-        let bell = Doorbell::from_fd(link.submission_bell.try_clone().unwrap()).unwrap();
+        let bell = another(&link.submission_bell);
         let (_, acknowledged) = sync_channel(1);
         let followers = Vec::new();
         let controls = Controls { rank_0, followers, acknowledged, bell, parts: &parts };
         controls.link(&link);
         let _thread = controls.rank_0.clone();
-        let out = client(&mut link.netd(), &controls, &mut reader);
+        let out = client(&mut Netd::of(link), &controls, &mut reader);
         drop(controls);
         // Whatever is left is done with, up to the end.
         let mut record = Vec::new();
@@ -118,7 +118,7 @@ fn a_job_that_cannot_begin_is_dropped_everywhere_before_it_is_refused() {
     let mut rings = open(&link);
     rank_0.link(&rings).unwrap();
     rank_1.link(&arena_link(&link));
-    let mut netd = link.netd();
+    let mut netd = Netd::of(link);
     // As if the arena were larger than it is.
     (rank_0.limits.arena_bytes, rank_1.limits.arena_bytes) = (8 << 20, 8 << 20);
     let mut body = netd.job(WorkKind::Forward, &limits, 1, &input(2, 1));
@@ -152,7 +152,7 @@ fn the_longest_body_fits_the_log() {
     let model = Model::new(DType::F32);
     let limits = model.limits();
     let parts = Parts::new(2, PLAN_LOG_BYTES);
-    let netd = LinkParts::new(FIRST, FIRST).netd();
+    let netd = Netd::of(LinkParts::new(FIRST, FIRST));
     let mut body = netd.job(WorkKind::Decode, &limits, 1, &input(1, 1));
     let fixed = body.encode().len();
     body.pages.tables = vec![vec![PageId(0); (shared::job::MAX_BODY_BYTES - fixed) / 4]];

@@ -50,7 +50,7 @@ fn what_a_plan_costs() {
     let mut clock: Vec<_> = (0..STEPS).map(|_| Instant::now().elapsed().as_nanos()).collect();
     clock.sort_unstable();
     let clock = clock[STEPS / 2];
-    let netd = LinkParts::new(FIRST, FIRST).netd();
+    let netd = Netd::of(LinkParts::new(FIRST, FIRST));
     let body = Session::new().step(&netd, &model.limits(), &mut shuffled_pages(), &input(1, 1));
     let alone = bookkeeping(&mut Publisher::default(), || (), &body);
 

@@ -1,6 +1,7 @@
 //! A follower of a rank 0 that publishes nonsense, or nothing more: the test writes the plan log by
 //! hand.
 
+use shared::job::StepPages;
 use std::ops::Range;
 
 use shared::shm::group::PlanPosition;
@@ -33,7 +34,7 @@ fn with_follower(model: &Model, lead: impl FnOnce(&mut Leader<'_>)) -> Exit {
         let mut leader = Leader {
             parts: &parts,
             plans: parts.writer(&board()),
-            netd: link.netd(),
+            netd: Netd::of(link),
             limits: model.limits(),
             commands,
             last: None,

@@ -163,7 +163,7 @@ fn followers_write_nothing_to_the_arena() {
         let parts = LinkParts::new(FIRST, Generation(2));
         controls.link_followers(&theirs);
         controls.link_rank_0(&parts);
-        one_of_each(&mut parts.netd(), &limits)
+        one_of_each(&mut Netd::of(parts), &limits)
     });
     assert_eq!(ends[1], Exit::clean());
     assert!(out.iter().any(|byte| *byte != 0));
@@ -199,8 +199,8 @@ fn a_new_netd_replaces_the_old_one_on_every_rank() {
                 }
                 controls.link_rank_0(&new);
             }
-            let bell = Doorbell::from_fd(new.submission_bell.try_clone().unwrap()).unwrap();
-            let out = one_of_each(&mut new.netd(), &limits);
+            let bell = another(&new.submission_bell);
+            let out = one_of_each(&mut Netd::of(new), &limits);
             controls.rank_0.send(Command::Drain).unwrap();
             bell.ring().unwrap();
             out

@@ -5,8 +5,9 @@
 
 use std::arch::asm;
 
+use testkit::skip::ignored;
+
 use super::*;
-use crate::untested::ignored;
 
 /// Numbers that are not: a few bits, all exponents, zeros, infinities and what is next to the least normal
 /// number come up often.

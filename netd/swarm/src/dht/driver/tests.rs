@@ -4,7 +4,7 @@ use super::*;
 use crate::dht::storage::Timed;
 use crate::wire::msgpack::Value;
 use p2p::Protocol;
-use p2p::{Inbound, Keypair, P2pConfig, Traversal};
+use p2p::{Inbound, P2pConfig};
 use std::future::Future;
 use tokio::time::timeout;
 
@@ -32,18 +32,9 @@ async fn start_alone(
     client_mode: bool,
     failures: usize,
 ) -> (Dht, Multiaddr) {
-    let config = P2pConfig {
-        keypair: Keypair::generate_ed25519(),
-        listen: vec!["/ip4/127.0.0.1/tcp/0".parse().expect("address")],
-        announce: Vec::new(),
-        initial_peers: initial_peers.clone(),
-        kad_server: !client_mode,
-        protocols: if client_mode { Vec::new() } else { protocols() },
-        traversal: Traversal::NONE,
-        startup_timeout: DEADLINE,
-        max_upload_bytes_per_s: None,
-        request_memory: P2pConfig::REQUEST_MEMORY,
-    };
+    let protocols = if client_mode { Vec::new() } else { protocols() };
+    let config = P2pConfig::on_loopback(initial_peers.clone(), protocols, DEADLINE);
+    let config = P2pConfig { kad_server: !client_mode, ..config };
     let (p2p, mut inbound) = P2p::start(config).await.expect("p2p starts");
     let address =
         p2p.listen_addrs().await.pop().expect("listens").with(Protocol::P2p(p2p.peer_id()));

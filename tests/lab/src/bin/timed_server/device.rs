@@ -93,8 +93,9 @@ mod tests {
     use shared::ids::{Generation, GroupId, JobId, WorkerId};
     use shared::job::SlotRef;
 
+    use testkit::jobs::job_body as body;
+
     use super::*;
-    use crate::times::tests::job as body;
 
     fn job(id: u64, kind: WorkKind, batch: u32, tokens: u32) -> Job {
         let slot = SlotRef { offset: 0, len: 0 };

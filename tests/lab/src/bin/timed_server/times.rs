@@ -59,33 +59,11 @@ fn micros(us: f64) -> Duration {
 }
 
 #[cfg(test)]
-pub mod tests {
+mod tests {
     use serde_json::json;
-    use shared::block::BlockIndex;
-    use shared::dtype::DType;
-    use shared::job::{SlotRef, StepPages};
+    use testkit::jobs::job_body as job;
 
     use super::*;
-
-    /// A job over some blocks, without slots.
-    pub fn job(kind: WorkKind, batch: u32, tokens: u32, blocks: u32) -> JobBody {
-        let slot = SlotRef { offset: 0, len: 0 };
-        JobBody {
-            kind,
-            dtype: DType::Bf16,
-            blocks: (0..blocks).map(BlockIndex).collect(),
-            adapter: None,
-            batch,
-            tokens,
-            hidden: 8,
-            pages: StepPages::default(),
-            input: slot,
-            output: slot,
-            prompts: None,
-            output_gradient: None,
-            prompt_gradient: None,
-        }
-    }
 
     #[test]
     fn steps_share_their_time_and_jobs_take_their_own() {

@@ -143,14 +143,8 @@ impl Worker {
         let Some(link) = &mut self.link else {
             return Ok(());
         };
-        let limits = JobLimits {
-            arena_bytes: link.arena.len(),
-            span: self.init.span,
-            hidden: self.init.model.hidden_size,
-            dtype: self.init.model.dtype,
-            kv_pages: self.init.kv_pages,
-            adapters: 0,
-        };
+        let WorkerInit { model, span, kv_pages, .. } = &self.init;
+        let limits = JobLimits::of(model, *span, *kv_pages, link.arena.len());
         while let Some(entry) = link.submissions.pop()? {
             match accepted(link, &entry, &limits) {
                 Ok(job) => self.device.accept(job),
