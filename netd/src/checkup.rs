@@ -1,8 +1,9 @@
 //! What `sepal doctor` learns of the network: joins the swarm as a node of its own with a fresh
 //! identity, which announces nothing and leaves at once, and asks the Hub. The judgement is the
-//! supervisor's.
+//! command's.
 
 mod date;
+mod facts;
 mod hub;
 
 use std::path::Path;
@@ -19,7 +20,6 @@ use hivemind::task;
 use hivemind::wire::messages::{PingRequest, PingResponse};
 use prost::Message;
 use shared::causes::with_causes;
-use shared::checkup::{Observers, SwarmFacts};
 use shared::config::NetdConfig;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -30,8 +30,8 @@ use crate::rpc::dispatch::Router;
 use crate::swarm::rate::serve::Counterpart;
 use crate::swarm::reachability::{self, Checker};
 
-/// The observers of this crate.
-pub const OBSERVERS: Observers = Observers { swarm, hub: hub::observe, peer_id };
+pub use facts::{HubFacts, HubQuestion, ModelState, SwarmFacts, TokenState};
+pub use hub::observe as hub;
 
 /// Time to reach a first peer.
 const JOIN_LIMIT: Duration = Duration::from_secs(10);
@@ -48,7 +48,11 @@ const RELAY_WAIT: Duration = Duration::from_secs(6);
 /// Answers slower than this say little about a clock.
 const MAX_ROUND_TRIP_S: f64 = 2.0;
 
-fn peer_id(path: &Path) -> Result<Option<String>, String> {
+/// The PeerID of an identity file; `None` if there is no such file.
+///
+/// # Errors
+/// When the file holds no key.
+pub fn peer_id(path: &Path) -> Result<Option<String>, String> {
     match path.try_exists() {
         Ok(false) => Ok(None),
         _ => identity::load(path)
@@ -57,7 +61,11 @@ fn peer_id(path: &Path) -> Result<Option<String>, String> {
     }
 }
 
-fn swarm(config: &NetdConfig) -> Result<SwarmFacts, String> {
+/// Starts a node of its own with a fresh identity, joins the swarm and asks peers. Waits for at most half a minute.
+///
+/// # Errors
+/// Why the swarm could not be joined.
+pub fn swarm(config: &NetdConfig) -> Result<SwarmFacts, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

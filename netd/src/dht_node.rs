@@ -1,12 +1,15 @@
 //! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs
 //! without a supervisor.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::{ArgAction, Args};
 use hivemind::p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
 use shared::causes::with_causes;
-use shared::config::DhtNodeConfig;
+use shared::config::values::{maddr, megabits, on_off, seconds};
 use shared::exit::ExitReason;
+use shared::public_swarm;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -14,6 +17,56 @@ use tracing::{error, info, warn};
 use crate::fatal::Fatal;
 use crate::join::{self, Joined, NodeSettings, addresses};
 use crate::run::reactor;
+
+/// Settings of `sepal dht`: the flags of Petals' `run_dht`, and ours.
+#[derive(Clone, Debug, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DhtNodeConfig {
+    /// Peers to join through [default: none, start a new swarm]
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub initial_peers: Vec<String>,
+    /// Addresses to listen on
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub host_maddrs: Vec<String>,
+    /// Addresses to announce instead of those listened on
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub announce_maddrs: Vec<String>,
+    /// File of the private key, which keeps the PeerID stable; created if missing
+    #[arg(long, value_name = "FILE")]
+    pub identity_path: Option<PathBuf>,
+    /// Disable relaying for others and hole punching
+    #[arg(id = "no_relay", long = "no_relay", action = ArgAction::SetFalse)]
+    pub use_relay: bool,
+    /// Maximum of what this node relays for peers that others cannot dial, all of them together, in
+    /// megabits per second on average; what was not used in the last ten seconds may go at once
+    #[arg(id = "relay_mbps", long = "relay_mbps", value_name = "MBPS", default_value = "100", value_parser = megabits)]
+    pub relay_bits_per_s: f64,
+    /// Use relays when peers cannot dial this node
+    #[arg(long)]
+    pub use_auto_relay: bool,
+    /// Do not ask the router to forward the port (UPnP)
+    #[arg(id = "no_upnp", long = "no_upnp", action = ArgAction::SetFalse)]
+    pub use_upnp: bool,
+    /// Whether peers may have this node dial addresses of private nets and of this machine: on or
+    /// off [default: on, in the public swarm off]
+    #[arg(id = "dial_private_nets", long = "dial_private_nets", value_name = "on|off", value_parser = on_off)]
+    pub dials_private_nets: Option<bool>,
+    /// Time between two status lines, in seconds
+    // And of the look-up that evicts dead peers.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub refresh_period: Duration,
+    /// Timeout for listening and reaching a first peer, and for its answer, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub startup_timeout: Duration,
+}
+
+impl DhtNodeConfig {
+    /// Strangers of the public swarm have no business on private nets.
+    fn dials_private_nets(&self) -> bool {
+        let is_public = || public_swarm::is_entered_through(&self.initial_peers);
+        self.dials_private_nets.unwrap_or_else(|| !is_public())
+    }
+}
 
 /// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as
 /// `--initial_peers`, once the node is part of the swarm; it is the caller who prints.
@@ -83,7 +136,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             autonat: true,
             auto_relay: config.use_relay && config.use_auto_relay,
             upnp: config.use_upnp,
-            nearest: join::nearest(config.dials_private_nets),
+            nearest: join::nearest(config.dials_private_nets()),
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,
@@ -132,7 +185,7 @@ pub(crate) mod tests {
             relay_bits_per_s: 100e6,
             use_auto_relay: false,
             use_upnp: false,
-            dials_private_nets: true,
+            dials_private_nets: Some(true),
             refresh_period: Duration::from_secs(30),
             startup_timeout: Duration::from_secs(60),
         }

@@ -2,23 +2,10 @@
 
 use std::ffi::OsString;
 use std::fmt::Display;
-use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use crate::server::{HostError, Server};
-
-/// Where the log of a hosted server goes.
-#[derive(Debug, Default)]
-pub enum LogTo {
-    /// The standard error of the hosting program.
-    #[default]
-    Stderr,
-    /// This file, at its end.
-    File(File),
-    /// Nowhere.
-    Off,
-}
+use crate::server::{HostError, LogTo, Server};
 
 /// Settings of a server that this program hosts; [`Server::builder`] makes one.
 ///
@@ -37,10 +24,11 @@ pub struct Builder {
     log: LogTo,
 }
 
-impl Builder {
-    pub(crate) fn new(model: OsString) -> Builder {
+impl Server {
+    /// Settings of a server of `model`: a folder in Hugging Face layout or a repository of the Hub.
+    pub fn builder(model: impl Into<OsString>) -> Builder {
         Builder {
-            model,
+            model: model.into(),
             devices: Vec::new(),
             tensor_parallel: Vec::new(),
             peers: Vec::new(),
@@ -49,7 +37,9 @@ impl Builder {
             log: LogTo::default(),
         }
     }
+}
 
+impl Builder {
     /// Adds devices with a worker each: `cpu`, `cpu:N`, `cuda:N`, `cuda:GPU-UUID`. The default is every
     /// CUDA device that works, else `cpu`.
     pub fn devices<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> Builder {

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +19,6 @@ use supervisor::feed::Event;
 use supervisor::spawn;
 use tokio::sync::{broadcast, watch};
 
-use crate::builder::{Builder, LogTo};
 use crate::cli;
 
 /// Whether [`crate::init`] ran in this process.
@@ -45,6 +45,18 @@ pub enum HostError {
     /// The system refuses a process, a thread or a signal.
     #[error("cannot {0} the server")]
     System(&'static str, #[source] io::Error),
+}
+
+/// Where the log of a hosted server goes.
+#[derive(Debug, Default)]
+pub enum LogTo {
+    /// The standard error of the hosting program.
+    #[default]
+    Stderr,
+    /// This file, at its end.
+    File(File),
+    /// Nowhere.
+    Off,
 }
 
 /// How a server ended.
@@ -133,11 +145,6 @@ impl Drainer {
 }
 
 impl Server {
-    /// Settings of a server of `model`: a folder in Hugging Face layout or a repository of the Hub.
-    pub fn builder(model: impl Into<OsString>) -> Builder {
-        Builder::new(model.into())
-    }
-
     pub(crate) fn start(mut arguments: Vec<OsString>, log: LogTo) -> Result<Server, HostError> {
         if !CALLED.load(Ordering::Acquire) {
             return Err(HostError::NoInit);

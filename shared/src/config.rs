@@ -2,11 +2,10 @@
 //! checked and filled in with defaults once, in `supervisor::cli`; nothing here means "decide
 //! later" except what only the model can tell.
 
-mod client;
 mod device;
 mod files;
 mod network;
-mod tools;
+pub mod values;
 mod worker;
 
 use std::net::SocketAddr;
@@ -19,14 +18,9 @@ use crate::block::Span;
 pub use crate::dtype::QuantType;
 use crate::sandbox::SandboxMode;
 use crate::warpgroups::Warpgroups;
-pub use client::{
-    ChatConfig, DemoConfig, GatewayConfig, GatewayModel, GenerateConfig, LocalConfig, ProbeConfig,
-    SamplingConfig, ShownServer,
-};
-pub use device::{Device, UuidPrefix, shown_uuid};
-pub use files::{FetchConfig, HubConfig, PrepareConfig, Secret};
-pub use network::{Compression, DhtNodeConfig, NetdConfig};
-pub use tools::{CacheAction, CacheConfig, ConvertConfig, PruneConfig};
+pub use device::{Device, UuidPrefix, processor, shown_uuid};
+pub use files::{HubConfig, PrepareConfig, Secret, revision};
+pub use network::{Compression, NetdConfig};
 pub use worker::{FaultAction, FaultPlan, FaultPoint, KvMirror, WorkerConfig};
 
 /// Everything `sepal serve` was asked to do.
@@ -157,6 +151,15 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+impl std::str::FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<LogFormat, String> {
+        let named = LogFormat::ALL.into_iter().find(|format| format.name() == name);
+        named.ok_or_else(|| "expected terminal, text or json".to_owned())
+    }
 }
 
 impl LogFormat {

@@ -58,6 +58,17 @@ impl fmt::Display for DType {
     }
 }
 
+/// The type of `--torch_dtype`: a name, or `auto` for that of the checkpoint.
+///
+/// # Errors
+/// A sentence with the names that there are.
+pub fn dtype_or_auto(text: &str) -> Result<Option<DType>, String> {
+    match text {
+        "auto" => Ok(None),
+        name => name.parse().map(Some).map_err(|error: <DType as FromStr>::Err| error.to_string()),
+    }
+}
+
 impl FromStr for DType {
     type Err = UnknownDType;
 

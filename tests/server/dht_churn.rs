@@ -10,7 +10,6 @@ use hivemind::dht::storage::{Item, Stored, Timed};
 use hivemind::wire::msgpack::Value;
 use netd::dht_node;
 use netd::join::Joined;
-use shared::config::DhtNodeConfig;
 use tokio::time::timeout;
 
 use crate::harness::DEADLINE;
@@ -37,7 +36,7 @@ async fn node(initial_peers: Vec<String>) -> Joined {
         relay_bits_per_s: 100e6,
         use_auto_relay: false,
         use_upnp: false,
-        dials_private_nets: true,
+        dials_private_nets: Some(true),
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

@@ -10,7 +10,7 @@ use hivemind::wire::records::{ServerInfo, ServerState};
 use hivemind::{names, view};
 use prost::Message;
 use shared::block::Span;
-use shared::config::{DhtNodeConfig, NetdConfig, SpanChoice, Throughput};
+use shared::config::{NetdConfig, SpanChoice, Throughput};
 use shared::control::{BoardSeat, DeathCause, FdTag, Role};
 use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::board::{Board, Occupant};
@@ -202,7 +202,7 @@ async fn bootstrap_node() -> Joined {
         relay_bits_per_s: 100e6,
         use_auto_relay: false,
         use_upnp: false,
-        dials_private_nets: true,
+        dials_private_nets: Some(true),
         refresh_period: DEADLINE,
         startup_timeout: DEADLINE,
     };

@@ -5,14 +5,12 @@
 //! | --- | --- |
 //! | this one | the model, its blocks, devices |
 //! | [`devices`] | devices and their groups |
-//! | [`hub`] | downloads |
 //! | [`network`] | peers and announcements |
 //! | [`limits`] | what clients may take |
 //! | [`supervision`] | processes |
 //! | [`petals`] | what changes nothing here |
 
 mod devices;
-mod hub;
 mod limits;
 mod network;
 mod petals;
@@ -26,20 +24,16 @@ use shared::config::{
     AutomaticDevices, Device, HubConfig, KvMirror, NetdConfig, PrepareConfig, QuantType,
     ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
-use shared::dtype::DType;
+use shared::dtype::{DType, dtype_or_auto};
 use shared::processor::Processor;
 use shared::public_swarm;
-use supervisor::cache_folder::without_home;
 use supervisor::placement::threads;
 use supervisor::sizing;
 
 use super::log::LogArgs;
-use super::values::{bits_per_s, model_or_last};
-use super::{Env, runtime_dir};
+use super::{Env, hub};
 use devices::{Devices, check_nodes};
 
-pub(super) use hub::{HubArgs, checked_revision};
-pub(super) use network::addresses;
 pub use petals::{NO_EFFECT, notes};
 
 /// Most of the KV cache for one client of the public swarm: its clients are strangers to each other.
@@ -51,7 +45,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    hub: hub::HubArgs,
+    hub: HubConfig,
     #[command(flatten)]
     network: network::NetworkArgs,
     #[command(flatten)]
@@ -100,8 +94,9 @@ struct ModelArgs {
     tensor_parallel_size: Option<u32>,
     /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
     /// the type of the checkpoint, bfloat16 if that is float32
-    #[arg(long, value_name = "TYPE", default_value = "auto")]
-    torch_dtype: String,
+    // The path has clap take `auto` for a value.
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = dtype_or_auto)]
+    torch_dtype: std::option::Option<DType>,
     /// How matrices are stored: none, int8 or nf4 [default: nf4 on CUDA devices, none on the CPU]
     #[arg(long, value_name = "TYPE")]
     quant_type: Option<String>,
@@ -122,8 +117,8 @@ struct ModelArgs {
     #[arg(long, value_name = "RPS", default_value = "auto", allow_negative_numbers = true)]
     throughput: String,
     /// Folder for prepared models [env: SEPAL_CACHE, PETALS_CACHE] [default: ~/.cache/sepal]
-    #[arg(long, value_name = "DIR")]
-    cache_dir: Option<PathBuf>,
+    #[arg(long, value_name = "DIR", required = false)]
+    cache_dir: PathBuf,
     /// Name to show on the swarm's leader board
     #[arg(long, value_name = "TEXT")]
     public_name: Option<String>,
@@ -155,7 +150,8 @@ pub fn resolve_for(
     let cpus = devices::cpus(args.model.cpus.as_deref())?;
     let processor = Processor::of_worker(&cpus);
     check_nodes(&devices, &processor)?;
-    let prepare = args.prepare(&devices, env, model)?;
+    hub::complete(&mut args.hub, env)?;
+    let prepare = args.prepare(&devices, model)?;
     let asked_for_peers = !args.network.initial_peers.is_empty();
     let mut netd = args.netd()?;
     // The one folder of the cache that netd and workers write to.
@@ -185,7 +181,7 @@ pub fn resolve_for(
         automatic,
         warpgroups: Vec::new(),
         sample_timeout: args.supervision.sample_timeout,
-        prepare: PrepareConfig { hub: args.hub.resolve(env)?, ..prepare },
+        prepare,
         netd,
         restart: args.supervision.restart(),
         drain_timeout: args.supervision.drain_timeout,
@@ -197,7 +193,7 @@ pub fn resolve_for(
         events: args.supervision.events,
         end_with: args.supervision.end_with,
         instance: args.supervision.instance,
-        runtime_dir: args.supervision.runtime_dir.unwrap_or_else(|| runtime_dir(env)),
+        runtime_dir: args.supervision.runtime_dir,
         log: args.log.resolve(env, default_log),
         sandbox: args.supervision.sandbox,
     })
@@ -222,26 +218,23 @@ impl ServeArgs {
     fn prepare(
         &mut self,
         devices: &[Device],
-        env: Env<'_>,
         otherwise: Option<String>,
     ) -> Result<PrepareConfig, String> {
         let named = self.quant_type()?;
         let quant_type = named.unwrap_or(Device::default_quant_type(devices));
-        let (model, network) = (&mut self.model, &mut self.network);
+        let model = &mut self.model;
         let name = model.model.take().or(model.converted_model_name_or_path.take());
-        let mut lists =
-            [&mut network.initial_peers, &mut network.host_maddrs, &mut network.announce_maddrs];
-        let name = model_or_last(name, &mut lists).or(otherwise).ok_or(
+        let name = name.or(otherwise).ok_or(
             "no model given: name a repository of the Hub or a folder, as in sepal serve MODEL",
         )?;
         Ok(PrepareConfig {
             model: name,
-            dtype: dtype(&model.torch_dtype)?,
+            dtype: model.torch_dtype,
             quant_type,
             is_quant_named: named.is_some(),
             adapters: adapters(std::mem::take(&mut model.adapters))?,
-            cache_dir: model.cache_dir.take().unwrap_or_else(|| cache_dir(env)),
-            hub: HubConfig::default(),
+            cache_dir: std::mem::take(&mut model.cache_dir),
+            hub: std::mem::take(&mut self.hub),
         })
     }
 
@@ -251,7 +244,6 @@ impl ServeArgs {
         let (model, network, limits) = (&mut self.model, &mut self.network, &self.limits);
         let monitor = network.monitor(&initial_peers);
         let is_public = public_swarm::is_entered_through(&initial_peers);
-        let rate = |flag, mbps: Option<f64>| mbps.map(|mbps| bits_per_s(flag, mbps)).transpose();
         Ok(NetdConfig {
             dht_prefix: checked_prefix(model.dht_prefix.take())?,
             host_maddrs,
@@ -261,9 +253,9 @@ impl ServeArgs {
             use_auto_relay: !network.no_auto_relay,
             span: span(model.block_indices, model.num_blocks),
             throughput: throughput(&model.throughput)?,
-            link_bits_per_s: rate("--network_mbps", network.network_mbps)?,
-            max_upload_bits_per_s: rate("--max_upload_mbps", network.max_upload_mbps)?,
-            relay_bits_per_s: rate("--relay_mbps", network.relay_mbps)?,
+            link_bits_per_s: network.network_mbps,
+            max_upload_bits_per_s: network.max_upload_mbps,
+            relay_bits_per_s: network.relay_mbps,
             request_memory: limits
                 .request_memory
                 .unwrap_or_else(|| request_memory(limits.max_memory)),
@@ -336,13 +328,6 @@ fn throughput(text: &str) -> Result<Throughput, String> {
     }
 }
 
-pub(super) fn dtype(text: &str) -> Result<Option<DType>, String> {
-    match text {
-        "auto" => Ok(None),
-        name => name.parse().map(Some).map_err(|error| format!("invalid --torch_dtype: {error}")),
-    }
-}
-
 /// Most adapters of one instance: their names travel in every record of the swarm.
 const MAX_ADAPTERS: usize = 64;
 
@@ -380,12 +365,4 @@ fn arena_bytes(asked: u64) -> Result<u64, String> {
     } else {
         Ok(asked)
     }
-}
-
-/// The cache folder when no flag names one.
-pub(super) fn cache_dir(env: Env<'_>) -> PathBuf {
-    let given = |name| env.get(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    let named = given("SEPAL_CACHE").or_else(|| given("PETALS_CACHE"));
-    let in_home = || Some(given("HOME")?.join(".cache/sepal"));
-    named.or_else(in_home).unwrap_or_else(|| without_home(env.tmp))
 }

@@ -5,7 +5,7 @@ use clap::{Arg, ArgAction, Command};
 use shared::config::{ServeConfig, SpanChoice, Throughput};
 use shared::network::NetworkRate;
 
-use super::layers::{Layered, Origin, is_of_command_line};
+use super::layers::{Layered, Origin, is_of_command_line, is_switch};
 
 /// Settings that are never shown.
 const SECRET: [&str; 1] = ["token"];
@@ -58,7 +58,11 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
     let many = arg.get_num_args().is_some_and(|range| range.max_values() > 1);
     let value = match values.as_slice() {
         [] => chosen(id, config),
-        [on] if matches!(arg.get_action(), ArgAction::SetTrue) => Some(on.clone()),
+        [on] if is_switch(arg) => {
+            // What a switch turns off is true without it.
+            let turns_off = matches!(arg.get_action(), ArgAction::SetFalse);
+            Some(((on == "true") != turns_off).to_string())
+        }
         [one] if !many => Some(number_or_text(one)),
         several => Some(list(several)),
     };
@@ -72,8 +76,6 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
 fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
     let netd = &config.netd;
     Some(match id {
-        "cache_dir" => quoted(&config.prepare.cache_dir.to_string_lossy()),
-        "runtime_dir" => quoted(&config.runtime_dir.to_string_lossy()),
         "threads" => config.worker.threads.to_string(),
         "initial_peers" if !netd.initial_peers.is_empty() => list(&netd.initial_peers),
         "host_maddrs" => list(&netd.host_maddrs),

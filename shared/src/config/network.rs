@@ -1,4 +1,4 @@
-//! Settings of the network daemon and of `sepal dht`.
+//! Settings of the network daemon.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -145,31 +145,4 @@ pub struct NetdConfig {
     pub startup_timeout: Duration,
     /// Bytes of the arena shared with the workers.
     pub arena_bytes: u64,
-}
-
-/// Settings of `sepal dht`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DhtNodeConfig {
-    /// Peers to join through; empty = a new swarm.
-    pub initial_peers: Vec<String>,
-    /// Multiaddrs to listen on.
-    pub host_maddrs: Vec<String>,
-    /// Multiaddrs to announce in place of the listened ones.
-    pub announce_maddrs: Vec<String>,
-    /// File of the private key, made if missing; `None` = a new identity.
-    pub identity_path: Option<PathBuf>,
-    /// Whether it relays for others, as soon as it is known to be reachable, and punches holes.
-    pub use_relay: bool,
-    /// Most bits per second that it relays.
-    pub relay_bits_per_s: f64,
-    /// Whether it has itself reached through relays when AutoNAT says that peers cannot dial it.
-    pub use_auto_relay: bool,
-    /// Whether a router is asked to forward the port (UPnP).
-    pub use_upnp: bool,
-    /// Whether peers may have it dial addresses of private nets.
-    pub dials_private_nets: bool,
-    /// Period of the status lines and of the look-up that evicts dead peers.
-    pub refresh_period: Duration,
-    /// Time to listen and to reach a first peer.
-    pub startup_timeout: Duration,
 }

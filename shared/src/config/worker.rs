@@ -65,6 +65,49 @@ pub struct FaultPlan {
     pub rank: Option<u16>,
 }
 
+impl std::str::FromStr for FaultPlan {
+    type Err = String;
+
+    /// `ACTION@POINT#JOB[xTIMES][rRANK]`, for example `kill@block:2#5x3`.
+    fn from_str(text: &str) -> Result<FaultPlan, String> {
+        let form = || {
+            "expected ACTION@POINT#JOB[xTIMES][rRANK] with ACTION kill, abort, hang or (at completion) repeat and POINT start, taken, copies, block:N, \
+             output or completion, for example kill@block:2#5x3"
+                .to_owned()
+        };
+        let plan = || {
+            let (action, rest) = text.split_once('@')?;
+            let (point, rest) = rest.split_once('#')?;
+            let (rest, rank) = match rest.split_once('r') {
+                Some((rest, rank)) => (rest, Some(rank.parse().ok()?)),
+                None => (rest, None),
+            };
+            let (job, times) = rest.split_once('x').unwrap_or((rest, "1"));
+            let action = match action {
+                "kill" => FaultAction::Kill,
+                "abort" => FaultAction::Abort,
+                "hang" => FaultAction::Hang,
+                "repeat" => FaultAction::Repeat,
+                _ => return None,
+            };
+            let point = match point {
+                "start" => FaultPoint::Start,
+                "taken" => FaultPoint::Taken,
+                "copies" => FaultPoint::Copies,
+                "output" => FaultPoint::Output,
+                "completion" => FaultPoint::Completion,
+                block => FaultPoint::Block(block.strip_prefix("block:")?.parse().ok()?),
+            };
+            if action == FaultAction::Repeat && point != FaultPoint::Completion {
+                return None;
+            }
+            let (job, times) = (job.parse().ok()?, times.parse().ok()?);
+            Some(FaultPlan { action, point, job, times, rank })
+        };
+        plan().ok_or_else(form)
+    }
+}
+
 /// What an injected fault does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultAction {

@@ -9,8 +9,6 @@ use shared::config::{Device, UuidPrefix};
 use shared::processor::{Processor, numbers, shown};
 use supervisor::placement::MAX_DEVICES;
 
-use crate::cli::values;
-
 /// Stands for a device that was named by UUID until its number is known.
 const UNNUMBERED: Device = Device::Cuda(u32::MAX);
 
@@ -100,7 +98,7 @@ fn serving(flag: &str, list: &str) -> Result<Listed, String> {
                 uuids.push((position, uuid.parse().map_err(invalid)?));
                 devices.push(UNNUMBERED);
             }
-            None => devices.push(values::device(name).map_err(invalid)?),
+            None => devices.push(name.parse().map_err(invalid)?),
         }
     }
     if devices.len() > MAX_DEVICES {

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-
-use crate::cli::values::{pause, seconds, share, size_bytes};
+use shared::config::values::{pause, seconds, share, size_bytes};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Limits")]

@@ -5,30 +5,27 @@ use std::time::Duration;
 
 use clap::Args;
 use shared::config::Compression;
+use shared::config::values::{maddr, megabits, on_off, seconds};
 use shared::public_swarm;
 
-use crate::cli::values::{check_maddrs, on_off, seconds};
+use crate::cli::ports::PortArgs;
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Network")]
 pub struct NetworkArgs {
     /// Peers to join through [default: those of the public swarm]
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR", conflicts_with = "new_swarm")]
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR", conflicts_with = "new_swarm", value_parser = maddr)]
     pub(super) initial_peers: Vec<String>,
     /// Start a new swarm
     #[arg(long)]
     pub(super) new_swarm: bool,
-    /// Listen on this port on all addresses [default: a free port]
-    #[arg(long, value_name = "PORT", conflicts_with = "host_maddrs")]
-    pub(super) port: Option<u16>,
-    /// Announce only this address; requires --port
-    #[arg(long, value_name = "IPV4", requires = "port", conflicts_with = "announce_maddrs")]
-    pub(super) public_ip: Option<std::net::Ipv4Addr>,
+    #[command(flatten)]
+    pub(super) ports: PortArgs,
     /// Addresses to listen on
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR", value_parser = maddr)]
     pub(super) host_maddrs: Vec<String>,
     /// Addresses to announce instead of those listened on
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
+    #[arg(long, num_args = 1.., value_name = "MULTIADDR", value_parser = maddr)]
     pub(super) announce_maddrs: Vec<String>,
     /// Do not use relays of the swarm when peers cannot dial this server
     #[arg(long)]
@@ -42,16 +39,16 @@ pub struct NetworkArgs {
     pub(super) compression: Compression,
     /// Network rate in each direction in megabits per second [default: measured with other servers
     /// and kept for a week; before that 100, or the speed of the link if lower]
-    #[arg(long, value_name = "MBPS")]
+    #[arg(long, value_name = "MBPS", value_parser = megabits)]
     pub(super) network_mbps: Option<f64>,
     /// Maximum of what this server sends to all its peers together, in megabits per second. It also
     /// bounds the announced throughput, and the network is not measured [default: no limit]
-    #[arg(long, value_name = "MBPS")]
+    #[arg(long, value_name = "MBPS", value_parser = megabits)]
     pub(super) max_upload_mbps: Option<f64>,
     /// Maximum of what this server relays for peers that others cannot dial, all of them together, in
     /// megabits per second on average; what was not used in the last ten seconds may go at once [default: a
     /// quarter of the network rate]
-    #[arg(long, value_name = "MBPS")]
+    #[arg(long, value_name = "MBPS", value_parser = megabits)]
     pub(super) relay_mbps: Option<f64>,
     /// Measure the network with this service instead of servers of the swarm: a URL to download
     /// from, and a second one to upload to if it differs
@@ -125,13 +122,9 @@ pub struct Addresses {
 impl NetworkArgs {
     /// `run_server.py`: `--port` and `--public_ip` are short for multiaddrs.
     pub fn addresses(&mut self) -> Result<Addresses, String> {
-        let announce_maddrs = std::mem::take(&mut self.announce_maddrs);
-        let (host_maddrs, announce_maddrs) = addresses(
-            self.port,
-            self.public_ip,
-            std::mem::take(&mut self.host_maddrs),
-            announce_maddrs,
-        )?;
+        let mut host_maddrs = std::mem::take(&mut self.host_maddrs);
+        let mut announce_maddrs = std::mem::take(&mut self.announce_maddrs);
+        self.ports.fill(&mut host_maddrs, &mut announce_maddrs)?;
         let initial_peers = match (self.new_swarm, std::mem::take(&mut self.initial_peers)) {
             (true, _) => Vec::new(),
             (false, peers) if peers.is_empty() => {
@@ -139,7 +132,6 @@ impl NetworkArgs {
             }
             (false, peers) => peers,
         };
-        check_maddrs("--initial_peers", &initial_peers)?;
         Ok(Addresses { host_maddrs, announce_maddrs, initial_peers })
     }
 
@@ -174,31 +166,5 @@ impl NetworkArgs {
     pub fn expiration(&self) -> Duration {
         let twice = (2 * self.update_period).max(Duration::from_secs(3));
         self.expiration.unwrap_or(twice)
-    }
-}
-
-/// Where to listen and what to announce (`run_server.py`: `--port` and `--public_ip` are short for
-/// multiaddrs).
-pub(in crate::cli) fn addresses(
-    port: Option<u16>,
-    public_ip: Option<std::net::Ipv4Addr>,
-    host_maddrs: Vec<String>,
-    announce_maddrs: Vec<String>,
-) -> Result<(Vec<String>, Vec<String>), String> {
-    check_maddrs("--host_maddrs", &host_maddrs)?;
-    check_maddrs("--announce_maddrs", &announce_maddrs)?;
-    let port = port.unwrap_or(0);
-    let hosts = match host_maddrs {
-        hosts if hosts.is_empty() => {
-            vec![format!("/ip4/0.0.0.0/tcp/{port}"), format!("/ip6/::/tcp/{port}")]
-        }
-        hosts => hosts,
-    };
-    match public_ip {
-        Some(ip) if port == 0 => {
-            Err(format!("--public_ip {ip} requires --port with the port that leads to this server"))
-        }
-        Some(ip) => Ok((hosts, vec![format!("/ip4/{ip}/tcp/{port}")])),
-        None => Ok((hosts, announce_maddrs)),
     }
 }

@@ -5,10 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use shared::config::{Device, FaultPlan, RestartConfig};
+use shared::config::values::{metrics_addr, pause, seconds};
+use shared::config::{Device, FaultPlan, RestartConfig, processor};
 use shared::sandbox::SandboxMode;
-
-use crate::cli::values::{self, fault, metrics_addr, processor, seconds};
 
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case", next_help_heading = "Supervision")]
@@ -17,8 +16,8 @@ pub struct SupervisionArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) instance: Option<String>,
     /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
-    #[arg(long, value_name = "DIR")]
-    pub(super) runtime_dir: Option<PathBuf>,
+    #[arg(long, value_name = "DIR", required = false)]
+    pub(super) runtime_dir: PathBuf,
     /// Time for running steps to finish after SIGTERM or Ctrl-C, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub(super) drain_timeout: Duration,
@@ -36,11 +35,11 @@ pub struct SupervisionArgs {
     pub(super) restart_window: Duration,
     /// Time after which a device that was put aside (--max_restarts) is tried again, in seconds; doubles
     /// with each failure, up to an hour; 0 = never
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = values::pause)]
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = pause)]
     pub(super) retry_after: Duration,
     /// Confine the processes that meet peers and models to what their work needs, by Landlock and
     /// seccomp: off, on (as far as the kernel can), or require (else do not start)
-    #[arg(long, value_name = "off|on|require", default_value = "on", value_parser = values::sandbox)]
+    #[arg(long, value_name = "off|on|require", default_value = "on")]
     pub(super) sandbox: SandboxMode,
     /// Processor (cpu or cpu:N) that serves the blocks of a device that keeps failing, as many as fit
     /// in memory, until the device passes its self-test again [default: none, its blocks are OFFLINE]
@@ -61,7 +60,7 @@ pub struct SupervisionArgs {
     #[arg(long)]
     pub(super) events: bool,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
-    #[arg(long, value_name = "FAULT", hide = true, value_parser = fault)]
+    #[arg(long, value_name = "FAULT", hide = true)]
     pub(super) inject_fault: Option<FaultPlan>,
     /// Seconds for the sample of warpgroups that a process takes of a CUDA device, once for each
     /// driver and build
