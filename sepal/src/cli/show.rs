@@ -28,13 +28,19 @@ pub fn text(command: &Command, layered: &Layered, config: &ServeConfig) -> Strin
         let other = is_of_command_line(id) || id == "converted_model_name_or_path";
         arg.get_long().is_some() && !arg.is_hide_set() && !other
     };
-    let mut heading = None;
-    for arg in command.get_arguments().filter(shown) {
-        if arg.get_help_heading() != heading {
-            heading = arg.get_help_heading();
-            text.push_str(&format!("\n# {}\n", heading.unwrap_or_default()));
+    let settings: Vec<&Arg> = command.get_arguments().filter(shown).collect();
+    let mut headings = Vec::new();
+    for heading in settings.iter().map(|arg| arg.get_help_heading()) {
+        if !headings.contains(&heading) {
+            headings.push(heading);
         }
-        text.push_str(&setting(arg, layered, config));
+    }
+    for heading in headings {
+        if let Some(heading) = heading {
+            text.push_str(&format!("\n# {heading}\n"));
+        }
+        let below = settings.iter().filter(|arg| arg.get_help_heading() == heading);
+        below.for_each(|arg| text.push_str(&setting(arg, layered, config)));
     }
     text
 }

@@ -6,26 +6,47 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::values::size_bytes;
-use crate::dtype::{DType, QuantType};
+use crate::dtype::{DType, QuantType, dtype_or_auto};
 
 /// What prepare makes ready.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize, Args)]
+#[command(rename_all = "snake_case")]
 pub struct PrepareConfig {
     /// Folder in Hugging Face layout, or a Hub repository id.
+    #[arg(skip)]
     pub model: String,
-    /// Type to serve in; `None` = the checkpoint's, float32 becoming bfloat16 as in Petals.
-    pub dtype: Option<DType>,
+    /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
+    /// the type of the checkpoint, bfloat16 if that is float32
+    // The path has clap take `auto` for a value.
+    #[arg(id = "torch_dtype", long = "torch_dtype", value_name = "TYPE", default_value = "auto", value_parser = dtype_or_auto)]
+    #[serde(rename = "torch_dtype")]
+    pub dtype: std::option::Option<DType>,
     /// How matrices are to be stored.
+    #[arg(skip = QuantType::None)]
     pub quant_type: QuantType,
     /// Whether the operator named that; else a model that is stored in another way stays as it is.
+    #[arg(skip)]
     pub is_quant_named: bool,
-    /// LoRA adapters: folders in PEFT layout or Hub repository ids, by the names that requests
-    /// choose them with.
+    /// Folders of LoRA adapters in PEFT layout (adapter_config.json and
+    /// adapter_model.safetensors); clients choose an adapter by the name given here
+    // Or repositories of the Hub.
+    #[arg(long, num_args = 0.., value_name = "ADAPTER", value_parser = adapter)]
     pub adapters: Vec<String>,
-    /// Folder for downloads and prepared blocks.
+    /// Folder for prepared models [env: SEPAL_CACHE, PETALS_CACHE] [default: ~/.cache/sepal]
+    #[arg(long, value_name = "DIR", required = false)]
     pub cache_dir: PathBuf,
-    /// How the Hub is asked for what is not there.
+    #[command(flatten)]
     pub hub: HubConfig,
+}
+
+/// Longest name of an adapter: that of a path.
+const MAX_ADAPTER_BYTES: usize = 4096;
+
+fn adapter(text: &str) -> Result<String, String> {
+    match (1..=MAX_ADAPTER_BYTES).contains(&text.len()) {
+        true => Ok(text.to_owned()),
+        false => Err("expected the path of a folder".to_owned()),
+    }
 }
 
 /// How files are downloaded from the Hugging Face Hub.
@@ -38,6 +59,7 @@ pub struct HubConfig {
     /// Accept an address of the Hub in HF_ENDPOINT that is not encrypted (http://) on other machines than
     /// this one; whoever is on the way can then change what is downloaded
     #[arg(id = "allow_plain_http", long = "allow_plain_http")]
+    #[serde(rename = "allow_plain_http")]
     pub is_plain_http_allowed: bool,
     /// Access token of the Hub for gated models [env: HF_TOKEN] [default: the token saved by
     /// huggingface-cli login]
@@ -56,6 +78,7 @@ pub struct HubConfig {
     /// Maximum disk space for downloads and prepared blocks, such as 300GB or 100GiB; the least
     /// recently used blocks are evicted first [default: the whole disk]
     #[arg(id = "max_disk_space", long = "max_disk_space", value_name = "SIZE", value_parser = size_bytes)]
+    #[serde(rename = "max_disk_space")]
     pub max_disk_bytes: Option<u64>,
 }
 

@@ -2,25 +2,44 @@
 
 use std::path::PathBuf;
 
+use clap::Args;
 use serde::{Deserialize, Serialize};
 
+use super::values::size_bytes;
+
 /// Settings common to all workers.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize, Args)]
+#[command(rename_all = "snake_case", next_help_heading = "Limits")]
 pub struct WorkerConfig {
     /// Compute threads of a CPU worker; 0 = one per core.
+    #[arg(skip)]
     pub threads: u32,
     /// CPUs on which workers of the processor may run (`--cpus`); none = all that are of use.
+    #[arg(skip)]
     pub cpus: Vec<u32>,
-    /// Fault to inject, for tests of recovery.
+    /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
+    #[arg(
+        id = "inject_fault",
+        long = "inject_fault",
+        value_name = "FAULT",
+        hide = true,
+        help_heading = "Supervision"
+    )]
+    #[serde(rename = "inject_fault")]
     pub fault: Option<FaultPlan>,
     /// Folder in which measured rates are kept; `None` keeps none.
+    #[arg(skip)]
     pub rates_dir: Option<PathBuf>,
     /// Whether to measure although rates are kept.
+    #[arg(skip)]
     pub measure_anew: bool,
-    /// Whether workers of devices that have memory of their own keep a copy of their KV pages in
-    /// the host's.
+    /// Mirror the KV cache of a GPU in host memory, so that sessions survive a crash of its worker:
+    /// on, off, or auto (when it fits)
+    #[arg(long, value_name = "on|off|auto", default_value = "auto")]
     pub kv_mirror: KvMirror,
-    /// Most memory of its device that a worker takes (`--device_memory`); `None` = what is free.
+    /// Maximum memory that each worker takes of its GPU [default: the free memory]
+    #[arg(id = "device_memory", long = "device_memory", value_name = "SIZE", value_parser = size_bytes)]
+    #[serde(rename = "device_memory")]
     pub device_bytes: Option<u64>,
 }
 
