@@ -13,18 +13,35 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use p2p::task;
 use serde::Deserialize;
 use shared::causes::with_causes;
-use shared::config::{DemoConfig, GenerateConfig, LocalConfig, SamplingConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::sync::watch;
 
-use crate::generate::{GenerateError, generate};
+use crate::config::{ClientConfig, LocalConfig, SamplingConfig};
+use crate::generate::{GenerateConfig, GenerateError, generate};
 use crate::report::Report;
+
+/// Settings of `sepal demo`.
+#[derive(Clone, Debug, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DemoConfig {
+    /// Text to continue
+    // `None` = one that suits the model.
+    #[arg(long, short)]
+    pub prompt: Option<String>,
+    /// Maximum number of tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub max_new_tokens: u32,
+    /// Keep the swarm running until Ctrl-C
+    #[arg(long)]
+    pub keep: bool,
+}
 
 /// The model: config.json, tokenizer.json and weights, carried in the executable.
 const MODEL: [(&str, &[u8]); 3] = [
@@ -269,16 +286,18 @@ fn run(config: &DemoConfig, out: &mut (impl Write + Send)) -> Result<(), DemoErr
     out.flush()?;
     let generation = GenerateConfig {
         model,
-        dht_prefix: Some(PREFIX.to_owned()),
-        initial_peers: vec![first.addr.clone()],
         prompt: prompt.to_owned(),
-        local: LocalConfig::default(),
-        draft: None,
+        client: ClientConfig {
+            initial_peers: vec![first.addr.clone()],
+            dht_prefix: Some(PREFIX.to_owned()),
+            local: LocalConfig::default(),
+            draft: None,
+            startup_timeout: START_TIMEOUT,
+        },
         max_new_tokens: config.max_new_tokens,
         sampling: SamplingConfig::default(),
         stop: Vec::new(),
         stats: false,
-        startup_timeout: START_TIMEOUT,
     };
     let report = runtime.block_on(async {
         let mut print = |text: &str| {

@@ -2,21 +2,48 @@
 //! local.
 
 use std::io::Write;
+use std::path::PathBuf;
 
+use clap::Args;
 use futures::future::BoxFuture;
 use p2p::Multiaddr;
 use shared::causes::with_causes;
-use shared::config::GenerateConfig;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 use crate::chain::{Chain, ChainError};
+use crate::config::{ClientConfig, SamplingConfig};
 use crate::decoder::{Continuation, Decoder};
 use crate::generation::{Generation, GenerationError};
 use crate::report::Report;
 use crate::sampling::Sampler;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text_model::{TextModel, TextModelError};
+
+/// Settings of `sepal generate`.
+#[derive(Clone, Debug, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GenerateConfig {
+    /// Model folder in Hugging Face layout, with tokenizer.json, embeddings and head, or a model of the Hub, of
+    /// which just these are downloaded
+    pub model: PathBuf,
+    /// Text to continue
+    #[arg(long, short)]
+    pub prompt: String,
+    #[command(flatten)]
+    pub client: ClientConfig,
+    /// Maximum number of tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub max_new_tokens: u32,
+    #[command(flatten)]
+    pub sampling: SamplingConfig,
+    /// End the text before this one; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Print speed and step times at the end
+    #[arg(long)]
+    pub stats: bool,
+}
 
 /// Why there is no text.
 #[derive(Debug, thiserror::Error)]
@@ -69,18 +96,19 @@ pub fn generate<'a>(
     on_text: &'a mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
 ) -> BoxFuture<'a, Result<Report, GenerateError>> {
     Box::pin(async move {
-        let model = TextModel::load(&config.model, config.draft.as_deref(), config.local)?;
+        let client = &config.client;
+        let model = TextModel::load(&config.model, client.draft.as_deref(), client.local)?;
         let sampler = Sampler::new(config.sampling.clone()).map_err(GenerationError::from)?;
         let prompt = model.codec.encode(&config.prompt).map_err(GenerationError::from)?;
         if config.prompt.is_empty() || prompt.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
-        let prefix = config.dht_prefix.clone().or_else(|| model.prefix.clone());
+        let prefix = client.dht_prefix.clone().or_else(|| model.prefix.clone());
         let swarm = Swarm::join(SwarmConfig {
-            initial_peers: addresses(&config.initial_peers)?,
+            initial_peers: addresses(&client.initial_peers)?,
             prefix: prefix.ok_or(GenerateError::NoPrefix)?,
             num_blocks: model.head.num_blocks(),
-            startup_timeout: config.startup_timeout,
+            startup_timeout: client.startup_timeout,
         })
         .await?;
         let report = run(config, &model, &swarm, sampler, prompt, on_text).await;

@@ -6,6 +6,7 @@ pub mod batch;
 mod calls;
 pub mod chain;
 mod checkpoint;
+pub mod config;
 pub mod decoder;
 pub mod demo;
 pub mod drafts;

@@ -1,13 +1,13 @@
 //! `sepal probe`: one token through a server, as a client would send it. The supervisor takes such a
 //! step before it says that the server is ready.
 
-use std::ops::Range;
 use std::time::Duration;
 
+use clap::Args;
 use p2p::{Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol};
+use shared::block::Span;
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
-use shared::config::ProbeConfig;
 use shared::dtype::DType;
 use shared::exit::ExitReason;
 
@@ -17,6 +17,28 @@ use swarm::routing::Leg;
 
 /// Time to reach the server.
 const REACH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Settings of `sepal probe`.
+#[derive(Clone, Debug, PartialEq, Eq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ProbeConfig {
+    /// Addresses of the server
+    // All of them end in its PeerID.
+    #[arg(long, num_args = 1.., required = true)]
+    pub peers: Vec<String>,
+    /// Prefix under which it announces the model
+    #[arg(long)]
+    pub dht_prefix: String,
+    /// Its blocks
+    #[arg(long)]
+    pub blocks: Span,
+    /// Width of the hidden states
+    #[arg(long)]
+    pub hidden_size: u32,
+    /// The process that waits for the outcome
+    #[arg(long)]
+    pub parent: u32,
+}
 
 /// Why the step failed.
 #[derive(Debug, thiserror::Error)]
@@ -64,9 +86,9 @@ fn probe(config: &ProbeConfig) -> Result<(), ProbeError> {
 }
 
 async fn step(p2p: &P2p, peer: PeerId, config: &ProbeConfig) -> Result<(), ProbeError> {
-    let Range { start, end } = config.blocks;
+    let (start, end) = (config.blocks.start().0, config.blocks.end().0);
     let failed = |source| ProbeError::Step { start, end, source };
-    let leg = Leg { peer, blocks: config.blocks.clone() };
+    let leg = Leg { peer, blocks: start..end };
     let mut session = ServerSession::open(p2p, &config.dht_prefix, leg, 1).await.map_err(failed)?;
     let width = config.hidden_size as usize;
     let bytes = vec![0; width * DType::F32.size_bytes()].into();

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-pub use shared::config::SamplingConfig;
+pub use crate::config::SamplingConfig;
 
 /// Largest frequency and presence penalty either way, as in OpenAI's interface.
 const MAX_PENALTY: f32 = 2.0;

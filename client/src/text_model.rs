@@ -2,8 +2,7 @@
 
 use std::path::Path;
 
-use shared::config::LocalConfig;
-
+use crate::config::LocalConfig;
 use crate::drafts::{DraftError, DraftModel, Drafts};
 use crate::head::Head;
 use crate::local::{LocalModel, LocalModelError};

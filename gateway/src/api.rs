@@ -22,12 +22,12 @@ use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
-use shared::config::GatewayConfig;
 use tower_http::cors::{AllowOrigin, CorsLayer};
 
 use self::error::ApiError;
 use self::guard::Guard;
 pub use self::guard::KeysError;
+use crate::config::GatewayConfig;
 use crate::engine::Engine;
 use crate::metrics;
 use crate::model::Model;

@@ -1,5 +1,6 @@
 //! `sepal chat`: a conversation on the terminal, on the engine of the gateway.
 
+mod config;
 mod input;
 mod markdown;
 
@@ -11,10 +12,10 @@ use std::time::{Duration, Instant};
 use client::generation::Finish;
 use serde_json::{Value, json};
 use shared::causes::with_causes;
-use shared::config::ChatConfig;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 
+pub use self::config::ChatConfig;
 use self::input::{Input, Line};
 use self::markdown::Markdown;
 use crate::engine::{Engine, EngineError};
@@ -71,7 +72,7 @@ pub fn run_command(config: &ChatConfig) -> ExitReason {
 }
 
 async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
-    let engine = Engine::start(&config.engine).await?;
+    let engine = Engine::start(&config.engine()).await?;
     let Some(model) = engine.models().next().cloned() else {
         return Ok(());
     };
@@ -194,8 +195,8 @@ impl Conversation {
         let ask = Ask {
             grammar: None,
             prompt: prompt.into(),
-            max_new_tokens: self.config.engine.default_max_tokens.min(room),
-            sampling: self.config.sampling.clone(),
+            max_new_tokens: self.config.max_tokens.min(room),
+            sampling: self.config.sampling(),
             stop: Vec::new(),
             top_logprobs: None,
         };

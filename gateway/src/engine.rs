@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use client::swarm::{Swarm, SwarmConfig, SwarmError};
 use shared::causes::with_causes;
-use shared::config::{GatewayConfig, GatewayModel};
 use tokio::sync::Semaphore;
 
+use crate::config::{EngineConfig, GatewayModel};
 use crate::metrics::Metrics;
 use crate::model::{Local, Model, ModelError};
 use crate::view::View;
@@ -47,7 +47,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError`]: one sentence that names what is wrong and what to do.
-    pub async fn start(config: &GatewayConfig) -> Result<Engine, EngineError> {
+    pub async fn start(config: &EngineConfig) -> Result<Engine, EngineError> {
         let mut joined: BTreeMap<Vec<String>, Swarm> = BTreeMap::new();
         let (mut views, mut models) = (Vec::new(), BTreeMap::new());
         for wanted in &config.models {
@@ -109,7 +109,7 @@ struct Blocks {
 /// offered: its servers are shown.
 fn load(
     wanted: &GatewayModel,
-    config: &GatewayConfig,
+    config: &EngineConfig,
 ) -> Result<(Blocks, Option<Local>), EngineError> {
     match (Local::load(wanted, config), &config.server, &wanted.dht_prefix) {
         (Ok(local), ..) => {
@@ -126,7 +126,7 @@ fn load(
 }
 
 async fn join(
-    config: &GatewayConfig,
+    config: &EngineConfig,
     peers: &[String],
     blocks: &Blocks,
 ) -> Result<Swarm, EngineError> {

@@ -7,9 +7,8 @@ use std::time::Duration;
 use client::decoder::{Chosen, Continuation, DecodeError, Decoder};
 use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
-use client::sampling::Sampler;
+use client::sampling::{Sampler, SamplingConfig};
 use p2p::task;
-use shared::config::SamplingConfig;
 use tokio::sync::mpsc;
 
 use crate::model::Model;

@@ -13,6 +13,7 @@
 
 mod api;
 pub mod chat;
+pub mod config;
 mod conversations;
 mod engine;
 mod generation;

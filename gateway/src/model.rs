@@ -10,8 +10,8 @@ use client::text::TextError;
 use client::text_model::{TextModel, TextModelError};
 use p2p::task;
 use serde_json::Value;
-use shared::config::{GatewayConfig, GatewayModel};
 
+use crate::config::{EngineConfig, GatewayModel};
 use crate::conversations::Conversations;
 use crate::template::{ChatTemplate, TemplateError, TemplateInput};
 use crate::view::View;
@@ -65,7 +65,7 @@ impl Local {
     ///
     /// # Errors
     /// [`ModelError`] names the file.
-    pub fn load(wanted: &GatewayModel, config: &GatewayConfig) -> Result<Local, ModelError> {
+    pub fn load(wanted: &GatewayModel, config: &EngineConfig) -> Result<Local, ModelError> {
         let folder = wanted.folder.clone();
         let model = TextModel::load(&folder, wanted.draft.as_deref(), config.local)?;
         let prefix = wanted.dht_prefix.clone().or_else(|| model.prefix.clone());
@@ -80,7 +80,7 @@ impl Local {
     }
 
     /// The model over the servers that `view` knows.
-    pub fn over(self, view: Arc<View>, config: &GatewayConfig) -> Model {
+    pub fn over(self, view: Arc<View>, config: &EngineConfig) -> Model {
         let Local { folder, model, template, prefix: _ } = self;
         Model {
             view,

@@ -14,12 +14,12 @@ use hyper_util::rt::TokioTimer;
 use p2p::task;
 use shared::bootstrap::{die_with_parent, hear_sigterm};
 use shared::causes::with_causes;
-use shared::config::GatewayConfig;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::api::{self, KeysError};
+use crate::config::GatewayConfig;
 use crate::engine::{Engine, EngineError};
 
 /// Threads for HTTP and the network; heads have their own.
@@ -57,7 +57,7 @@ impl GatewayError {
 
 /// Runs the gateway until SIGTERM or SIGINT, or until the server ends that it belongs to.
 pub fn run_command(config: &GatewayConfig) -> ExitReason {
-    if let Some(server) = &config.server
+    if let Some(server) = &config.engine.server
         && let Err(error) = die_with_parent(server.pid).and_then(|()| hear_sigterm())
     {
         eprintln!("sepal: {error}");
@@ -81,11 +81,11 @@ pub fn run_command(config: &GatewayConfig) -> ExitReason {
 async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
     let listener = listen(config)?;
     let address = listener.local_addr()?;
-    let tls = match &config.tls {
+    let tls = match config.tls() {
         Some((certificate, key)) => Some(acceptor(certificate, key).await?),
         None => None,
     };
-    let engine = Arc::new(Engine::start(config).await?);
+    let engine = Arc::new(Engine::start(&config.engine).await?);
     let router = api::router(engine.clone(), config)?;
     for view in engine.views() {
         let view = Arc::clone(view);
@@ -111,7 +111,7 @@ async fn run(config: &GatewayConfig) -> Result<(), GatewayError> {
 
 /// The socket that callers come to. The supervisor of a server passes it in place of standard input.
 fn listen(config: &GatewayConfig) -> Result<TcpListener, GatewayError> {
-    let listener = match config.server {
+    let listener = match config.engine.server {
         Some(_) => TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned()?),
         None => TcpListener::bind(config.listen)
             .map_err(|source| GatewayError::Listen { address: config.listen, source })?,

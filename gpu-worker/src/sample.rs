@@ -9,21 +9,38 @@
 //! Standard output has lines of JSON, [`SampleLine`]: which kernel is sampled next, each kernel
 //! before it is launched, and what was found. Standard error has what went wrong.
 
+use clap::Args;
 use kernels::cuda::Cuda;
 use kernels::cuda::driver::Driver;
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
 use shared::exit::ExitReason;
-use shared::warpgroups::{SampleLine, WarpgroupKernels};
+use shared::warpgroups::{SampleLine, WarpgroupKernel, WarpgroupKernels};
 
-/// Takes the samples of `kernels` on device `ordinal` for process `parent`, with which this process
-/// ends, and prints what it finds.
-pub fn run_command(ordinal: u32, kernels: WarpgroupKernels, parent: u32) -> ExitReason {
+/// Settings of `sepal sample`.
+#[derive(Clone, Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SampleConfig {
+    /// Number of the CUDA device
+    #[arg(long)]
+    pub ordinal: u32,
+    /// Kernels for warpgroups to compare
+    #[arg(long, value_delimiter = ',', required = true)]
+    pub kernels: Vec<WarpgroupKernel>,
+    /// The process that waits for the answer
+    // With it, this process ends.
+    #[arg(long)]
+    pub parent: u32,
+}
+
+/// Takes the samples and prints what it finds.
+pub fn run_command(config: &SampleConfig) -> ExitReason {
+    let kernels = config.kernels.iter().copied().collect();
     let _ = nix::sys::prctl::set_name(c"sepal-sample");
-    let done = die_with_parent(parent)
+    let done = die_with_parent(config.parent)
         .map_err(|failure| (failure.exit_reason(), with_causes(&failure)))
-        .and_then(|()| take(ordinal, kernels));
+        .and_then(|()| take(config.ordinal, kernels));
     match done {
         Ok(()) => ExitReason::Clean,
         Err((reason, message)) => {

@@ -7,8 +7,9 @@ mod report;
 mod steps;
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use kernels::Cpu;
 use kernels::cases::{Class, Shapes, cuda_operations, operations};
 use kernels::cuda::driver::Driver;
@@ -21,7 +22,7 @@ use shared::bootstrap::die_with_parent;
 use shared::config::Device;
 use shared::exit::ExitReason;
 use shared::processor::Processor;
-use shared::warpgroups::{WarpgroupKernels, Warpgroups};
+use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels, Warpgroups};
 
 use crate::engine::EngineError;
 use crate::node;
@@ -37,53 +38,87 @@ const MATRIX_ITERATIONS: usize = 20_000;
 const HOST_BYTES: usize = 64 << 20;
 const LAUNCHES: usize = 200;
 
-/// Checks and measures `device`, and prints to standard output; the smallest cases only if
-/// `is_quick`. Ends with `parent`, if there is one. Then nobody reads measurements, which are left
-/// out, and the parent knows that samples of kernels for warpgroups do no harm here, except those
-/// of `skipped`; else `sample` has other processes take them on a CUDA device. Everything that is found
-/// goes to the file `report` as well, as JSON.
-pub fn run_command(
-    device: Device,
-    is_quick: bool,
-    report: Option<&Path>,
-    parent: Option<u32>,
-    skipped: WarpgroupKernels,
-    sample: fn(u32) -> Warpgroups,
-) -> ExitReason {
-    if let Some(Err(error)) = parent.map(die_with_parent) {
-        eprintln!("sepal: {error}");
-        return error.exit_reason();
+/// Settings of `sepal selftest`.
+#[derive(Clone, Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SelfTestConfig {
+    /// Device to test: cuda:N, cpu (measured only), or emu:N in builds with the emulator
+    #[arg(long, default_value = "cuda:0")]
+    pub device: Device,
+    /// Run only the smallest cases: whether kernels load and give correct results
+    #[arg(long)]
+    pub quick: bool,
+    /// Also write everything that is found to FILE, as JSON, to be sent in
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    /// End with this process, the parent
+    // It reads no measurements, which are left out, and knows that samples of kernels for warpgroups do no
+    // harm here, except those of `skip`.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub parent: Option<u32>,
+    /// Kernels for warpgroups not to launch
+    #[arg(long, value_delimiter = ',', hide = true)]
+    pub skip: Vec<WarpgroupKernel>,
+}
+
+/// A self-test that has begun its report.
+pub struct SelfTest {
+    config: SelfTestConfig,
+    report: Report,
+}
+
+impl SelfTest {
+    /// Begins the report; ends with the parent from here on.
+    ///
+    /// # Errors
+    /// With what the command ends; the error was printed.
+    pub fn begin(config: SelfTestConfig) -> Result<SelfTest, ExitReason> {
+        if let Some(Err(error)) = config.parent.map(die_with_parent) {
+            eprintln!("sepal: {error}");
+            return Err(error.exit_reason());
+        }
+        match Report::begin(config.report.as_deref()) {
+            Ok(report) => Ok(SelfTest { config, report }),
+            Err(error) => Err(unwritten(&config, &error)),
+        }
     }
-    let unwritten = |error: std::io::Error| {
-        let path = report.unwrap_or(Path::new("")).display();
-        eprintln!("sepal: cannot write the report {path}: {error}");
-        ExitReason::BadConfig
-    };
-    let mut found = match Report::begin(report) {
-        Ok(found) => found,
-        Err(error) => return unwritten(error),
-    };
-    let done = test(device, is_quick, parent, skipped, sample, &mut found);
-    if let Err(error) = found.end(done.as_ref().err().map(|ended| ended.message.as_str())) {
-        return unwritten(error);
+
+    /// The CUDA device of which other processes must take the samples of kernels for warpgroups first.
+    pub fn to_sample(&self) -> Option<u32> {
+        let Device::Cuda(ordinal) = self.config.device else { return None };
+        let has_none = || Driver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
+        (self.config.parent.is_none() && !has_none()).then_some(ordinal)
     }
-    match done {
-        Ok(()) => ExitReason::Clean,
-        Err(ended) => {
-            eprintln!("sepal: {}", ended.message);
-            ended.reason
+
+    /// Checks and measures the device, and prints to standard output; the smallest cases only if it is
+    /// quick. `sampled` is what came of the samples. Everything that is found goes to the report as well.
+    pub fn run(mut self, sampled: Option<Warpgroups>) -> ExitReason {
+        let done = test(&self.config, sampled, &mut self.report);
+        if let Err(error) = self.report.end(done.as_ref().err().map(|e| e.message.as_str())) {
+            return unwritten(&self.config, &error);
+        }
+        match done {
+            Ok(()) => ExitReason::Clean,
+            Err(ended) => {
+                eprintln!("sepal: {}", ended.message);
+                ended.reason
+            }
         }
     }
 }
 
+fn unwritten(config: &SelfTestConfig, error: &std::io::Error) -> ExitReason {
+    let path = config.report.as_deref().unwrap_or(Path::new("")).display();
+    eprintln!("sepal: cannot write the report {path}: {error}");
+    ExitReason::BadConfig
+}
+
 fn test(
-    device: Device,
-    is_quick: bool,
-    parent: Option<u32>,
-    skipped: WarpgroupKernels,
-    sample: fn(u32) -> Warpgroups,
+    config: &SelfTestConfig,
+    sampled: Option<Warpgroups>,
     report: &mut Report,
 ) -> Result<(), Ended> {
+    let SelfTestConfig { device, quick: is_quick, parent, .. } = *config;
     let out = &mut std::io::stdout();
     let class = if is_quick { Class::Quick } else { Class::Served };
     match device {
@@ -98,15 +133,11 @@ fn test(
             on_processor(is_quick, out, report)
         }
         Device::Cuda(ordinal) => {
-            let has_none = Driver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
-            let found = parent.is_none().then(|| match has_none {
-                true => Warpgroups::Missing,
-                false => sample(ordinal),
-            });
+            let found = parent.is_none().then(|| sampled.unwrap_or(Warpgroups::Missing));
             match Driver::open(ordinal) {
                 Ok(driver) => {
                     let mut cuda = Cuda::new(driver);
-                    cuda.leave_alone(skipped);
+                    cuda.leave_alone(config.skip.iter().copied().collect());
                     on_device(cuda, found, class, parent.is_none(), out, report)
                 }
                 Err(failure) => Err(Ended::new(ExitReason::BadConfig, &failure)),

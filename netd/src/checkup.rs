@@ -1,7 +1,8 @@
 //! What `sepal doctor` learns of the network: joins the swarm as a node of its own with a fresh
 //! identity, which announces nothing and leaves at once, and asks the Hub. The judgement is the
-//! supervisor's.
+//! command's.
 
+mod facts;
 mod hub;
 
 use std::path::Path;
@@ -15,7 +16,6 @@ use p2p::{
 };
 use prost::Message;
 use shared::causes::with_causes;
-use shared::checkup::{Observers, SwarmFacts};
 use shared::config::NetdConfig;
 use swarm::dht::driver::unix_now;
 use swarm::names;
@@ -29,8 +29,8 @@ use crate::membership::reachability::{self, Checker};
 use crate::rpc::Service;
 use crate::rpc::dispatch::Router;
 
-/// The observers of this crate.
-pub const OBSERVERS: Observers = Observers { swarm, hub: hub::observe, peer_id };
+pub use facts::{HubFacts, HubQuestion, ModelState, SwarmFacts, TokenState};
+pub use hub::observe as hub;
 
 /// Time to reach a first peer.
 const JOIN_LIMIT: Duration = Duration::from_secs(10);
@@ -47,7 +47,11 @@ const RELAY_WAIT: Duration = Duration::from_secs(6);
 /// Answers slower than this say little about a clock.
 const MAX_ROUND_TRIP_S: f64 = 2.0;
 
-fn peer_id(path: &Path) -> Result<Option<String>, String> {
+/// The PeerID of an identity file; `None` if there is no such file.
+///
+/// # Errors
+/// When the file holds no key.
+pub fn peer_id(path: &Path) -> Result<Option<String>, String> {
     match path.try_exists() {
         Ok(false) => Ok(None),
         _ => identity::load(path)
@@ -56,7 +60,11 @@ fn peer_id(path: &Path) -> Result<Option<String>, String> {
     }
 }
 
-fn swarm(config: &NetdConfig) -> Result<SwarmFacts, String> {
+/// Starts a node of its own with a fresh identity, joins the swarm and asks peers. Waits for at most half a minute.
+///
+/// # Errors
+/// Why the swarm could not be joined.
+pub fn swarm(config: &NetdConfig) -> Result<SwarmFacts, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -197,7 +205,7 @@ fn ahead(sent: f64, received: f64, theirs: f64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use testkit::configs::{dht_node_config, netd_config as config};
+    use testkit::configs::netd_config as config;
 
     use super::*;
     use crate::dht_node;
@@ -216,7 +224,9 @@ mod tests {
     #[test]
     fn a_node_learns_clocks_and_reachability_from_a_swarm_and_leaves_it() {
         let runtime = tokio::runtime::Runtime::new().unwrap();
-        let first = runtime.block_on(dht_node::start(&dht_node_config(Vec::new()))).unwrap();
+        let first = runtime
+            .block_on(dht_node::start(&dht_node::DhtNodeConfig::on_loopback(Vec::new())))
+            .unwrap();
         let facts = swarm(&config(first.addrs.clone())).unwrap();
         assert_eq!((facts.initial_peers, facts.connected, facts.known), (first.addrs.len(), 1, 1));
         assert!(facts.clock_ahead_s.len() == 1 && facts.clock_ahead_s[0].abs() < 1.0, "{facts:?}");

@@ -1,12 +1,15 @@
 //! `sepal dht`: a node that others join through. It serves the DHT and nothing else, and runs
 //! without a supervisor.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::{ArgAction, Args};
 use p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
 use shared::causes::with_causes;
-use shared::config::DhtNodeConfig;
+use shared::config::values::{maddr, megabits, on_off, seconds};
 use shared::exit::ExitReason;
+use shared::public_swarm;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -14,6 +17,73 @@ use tracing::{error, info, warn};
 use crate::fatal::Fatal;
 use crate::join::{self, Joined, NodeSettings, addresses};
 use crate::run::reactor;
+
+/// Settings of `sepal dht`: the flags of Petals' `run_dht`, and ours.
+#[derive(Clone, Debug, PartialEq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DhtNodeConfig {
+    /// Peers to join through [default: none, start a new swarm]
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub initial_peers: Vec<String>,
+    /// Addresses to listen on
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub host_maddrs: Vec<String>,
+    /// Addresses to announce instead of those listened on
+    #[arg(long, num_args = 0.., value_name = "MULTIADDR", value_parser = maddr)]
+    pub announce_maddrs: Vec<String>,
+    /// File of the private key, which keeps the PeerID stable; created if missing
+    #[arg(long, value_name = "FILE")]
+    pub identity_path: Option<PathBuf>,
+    /// Disable relaying for others and hole punching
+    #[arg(id = "no_relay", long = "no_relay", action = ArgAction::SetFalse)]
+    pub use_relay: bool,
+    /// Maximum of what this node relays for peers that others cannot dial, all of them together, in
+    /// megabits per second on average; what was not used in the last ten seconds may go at once
+    #[arg(id = "relay_mbps", long = "relay_mbps", value_name = "MBPS", default_value = "100", value_parser = megabits)]
+    pub relay_bits_per_s: f64,
+    /// Use relays when peers cannot dial this node
+    #[arg(long)]
+    pub use_auto_relay: bool,
+    /// Do not ask the router to forward the port (UPnP)
+    #[arg(id = "no_upnp", long = "no_upnp", action = ArgAction::SetFalse)]
+    pub use_upnp: bool,
+    /// Whether peers may have this node dial addresses of private nets and of this machine: on or
+    /// off [default: on, in the public swarm off]
+    #[arg(id = "dial_private_nets", long = "dial_private_nets", value_name = "on|off", value_parser = on_off)]
+    pub dials_private_nets: Option<bool>,
+    /// Time between two status lines, in seconds
+    // And of the look-up that evicts dead peers.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub refresh_period: Duration,
+    /// Timeout for listening and reaching a first peer, and for its answer, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub startup_timeout: Duration,
+}
+
+impl DhtNodeConfig {
+    /// A node on a free port of the loopback device, with an identity of its own.
+    pub fn on_loopback(initial_peers: Vec<String>) -> DhtNodeConfig {
+        DhtNodeConfig {
+            host_maddrs: vec!["/ip4/127.0.0.1/tcp/0".into()],
+            announce_maddrs: Vec::new(),
+            initial_peers,
+            identity_path: None,
+            use_relay: true,
+            relay_bits_per_s: 100e6,
+            use_auto_relay: false,
+            use_upnp: false,
+            dials_private_nets: Some(true),
+            refresh_period: Duration::from_secs(30),
+            startup_timeout: Duration::from_secs(60),
+        }
+    }
+
+    /// Strangers of the public swarm have no business on private nets.
+    fn dials_private_nets(&self) -> bool {
+        let is_public = || public_swarm::is_entered_through(&self.initial_peers);
+        self.dials_private_nets.unwrap_or_else(|| !is_public())
+    }
+}
 
 /// Runs until Ctrl-C or SIGTERM. `ready` is given the full addresses that newcomers pass as
 /// `--initial_peers`, once the node is part of the swarm; it is the caller who prints.
@@ -83,7 +153,7 @@ pub async fn start(config: &DhtNodeConfig) -> Result<Joined, Fatal> {
             autonat: true,
             auto_relay: config.use_relay && config.use_auto_relay,
             upnp: config.use_upnp,
-            nearest: join::nearest(config.dials_private_nets),
+            nearest: join::nearest(config.dials_private_nets()),
         },
         check_reachability: false,
         startup_timeout: config.startup_timeout,
@@ -119,25 +189,24 @@ async fn heartbeat(joined: &Joined, period: Duration) -> Result<(), Fatal> {
 
 #[cfg(test)]
 mod tests {
-    use testkit::configs::dht_node_config as config;
 
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_second_node_joins_through_the_addresses_of_the_first() {
-        let first = start(&config(Vec::new())).await.unwrap();
+        let first = start(&DhtNodeConfig::on_loopback(Vec::new())).await.unwrap();
         assert!(first.addrs[0].contains("/p2p/") && first.port() > 0, "{:?}", first.addrs);
-        let second = start(&config(first.addrs.clone())).await.unwrap();
+        let second = start(&DhtNodeConfig::on_loopback(first.addrs.clone())).await.unwrap();
         assert_eq!(second.dht.random_lookup().await.unwrap(), 1);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_port_in_use_and_unreachable_peers_are_named() {
-        let first = start(&config(Vec::new())).await.unwrap();
+        let first = start(&DhtNodeConfig::on_loopback(Vec::new())).await.unwrap();
         let port = first.port();
         let taken = DhtNodeConfig {
             host_maddrs: vec![format!("/ip4/127.0.0.1/tcp/{port}")],
-            ..config(Vec::new())
+            ..DhtNodeConfig::on_loopback(Vec::new())
         };
         let fatal = start(&taken).await.unwrap_err();
         assert_eq!(fatal.reason, ExitReason::Busy);
@@ -145,7 +214,7 @@ mod tests {
 
         let nobody =
             "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp";
-        let fatal = start(&config(vec![nobody.into()])).await.unwrap_err();
+        let fatal = start(&DhtNodeConfig::on_loopback(vec![nobody.into()])).await.unwrap_err();
         assert_eq!(fatal.reason, ExitReason::BadConfig);
         assert!(fatal.message.contains("127.0.0.1/tcp/9"), "{}", fatal.message);
     }

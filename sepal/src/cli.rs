@@ -3,25 +3,23 @@
 //! `run_dht`, with the same names and defaults; a dash in the name of a flag means the same as an
 //! underscore. `FLAGS.md` beside this crate lists each with the test of its effect.
 
-mod cache;
+mod clients;
 mod command;
-mod convert;
+mod defaults;
 mod dht;
 mod doctor;
 mod file;
-mod gateway;
-mod generate;
 mod generated;
+mod hub;
 mod layers;
-mod local;
 mod log;
 mod operate;
 mod plan;
+mod ports;
 mod processes;
 mod reread;
 mod serve;
 mod show;
-mod values;
 
 pub use command::Command;
 pub use doctor::DoctorOptions;
@@ -34,15 +32,25 @@ use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use client::demo::DemoConfig;
+use client::generate::GenerateConfig;
+use client::probe::ProbeConfig;
+use gateway::chat::ChatConfig;
+use gpu_worker::sample::SampleConfig;
+use gpu_worker::selftest::SelfTestConfig;
+use prepare::cache::CacheConfig;
+use prepare::convert::ConvertConfig;
 use shared::bootstrap::{Identity, init_logging};
-use shared::config::{DemoConfig, LogConfig};
+use shared::config::LogConfig;
+use shared::config::values::is_maddr;
 use shared::control::Role;
 use shared::exit::ExitReason;
+use supervisor::cache_folder::{self, TMP};
+use supervisor::status::Request;
 
+use defaults::with_defaults;
 use layers::{LayerError, Layered};
 use log::{DEFAULT_LOG, LogArgs, QUIET_LOG};
-use supervisor::cache_folder::{self, TMP, own_folder};
-use supervisor::status::Request;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -130,8 +138,8 @@ fn parse_in(
     args: impl IntoIterator<Item = OsString>,
     env: Env<'_>,
 ) -> Result<Command, CliError> {
-    let mut cli = Sepal::command();
-    let args: Vec<OsString> = args.into_iter().map(underscored).collect();
+    let mut cli = with_defaults(Sepal::command(), env);
+    let args = models_first(&cli, args.into_iter().map(underscored).collect());
     if doctor::is_asked(&args) {
         return doctor::parse(&mut cli, &args, env, folder);
     }
@@ -192,40 +200,37 @@ pub fn with_log(
 fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
     Ok(match command {
         Commands::Generate(args) => {
-            let (config, fetch, log) = generate::resolve(*args, env)?;
-            Command::Generate(config, fetch, log)
+            let (config, fetch, log) = clients::generate(*args, env)?;
+            Command::Generate(Box::new(config), fetch, log)
         }
         Commands::Gateway(args) => {
-            let (config, fetch, log) = gateway::resolve(*args, env)?;
+            let (config, fetch, log) = clients::gateway(*args, env)?;
             Command::Gateway(Box::new(config), fetch, log)
         }
         Commands::Chat(args) => {
-            let (config, fetch, log) = gateway::resolve_chat(*args, env)?;
+            let (config, fetch, log) = clients::chat(*args, env)?;
             Command::Chat(Box::new(config), fetch, log)
         }
-        Commands::Cache(args) => Command::Cache(cache::resolve(args, env)?),
+        Commands::Cache(config) => Command::Cache(config),
         Commands::Convert(args) => {
-            let (config, log) = convert::resolve(*args, env)?;
-            Command::Convert(config, log)
+            let ConvertArgs { mut config, log } = *args;
+            hub::complete(&mut config.hub, env)?;
+            Command::Convert(Box::new(config), log.resolve(env, QUIET_LOG))
         }
-        Commands::Demo(args) => {
-            let (prompt, max_new_tokens, keep) = (args.prompt, args.max_new_tokens, args.keep);
-            let config = DemoConfig { prompt, max_new_tokens, keep };
-            Command::Demo(config, args.log.resolve(env, QUIET_LOG))
-        }
-        Commands::Status(args) => Command::Status(args.options(env)),
-        Commands::Top(args) => Command::Top(args.options(env)),
-        Commands::Pause(args) => Command::Order(args.order(env)),
-        Commands::Resume(args) => Command::Order(args.order(Request::Resume, env)),
-        Commands::Restart(args) => Command::Order(args.order(env)),
-        Commands::Upgrade(args) => Command::Order(args.order(env)?),
+        Commands::Demo(args) => Command::Demo(args.config, args.log.resolve(env, QUIET_LOG)),
+        Commands::Status(args) => Command::Status(args.options()),
+        Commands::Top(args) => Command::Top(args.options()),
+        Commands::Pause(args) => Command::Order(args.order()),
+        Commands::Resume(args) => Command::Order(args.order(Request::Resume)),
+        Commands::Restart(args) => Command::Order(args.order()),
+        Commands::Upgrade(args) => Command::Order(args.order()?),
         Commands::Handover(args) => Command::Handover(args.options()),
         Commands::Man(args) => Command::Generated(Generated::Manual(args.out)),
         Commands::Completions(args) => Command::Generated(Generated::Completions(args.shell)),
-        Commands::Selftest(args) => args.command(),
-        Commands::CudaDevices(args) => args.command(),
-        Commands::Probe(args) => args.command(),
-        Commands::Sample(args) => args.command(),
+        Commands::Selftest(config) => Command::SelfTest(config),
+        Commands::CudaDevices(args) => Command::CudaDevices { parent: args.parent },
+        Commands::Probe(config) => Command::Probe(config),
+        Commands::Sample(config) => Command::Sample(config),
         Commands::Netd(args) => args.command(Role::Netd),
         Commands::GpuWorker(args) => args.command(Role::Worker),
         Commands::Prepare(args) => args.command(Role::Prepare),
@@ -260,12 +265,31 @@ fn underscored(arg: OsString) -> OsString {
     }
 }
 
-/// `$XDG_RUNTIME_DIR/sepal`, or a folder of the user's own in /tmp.
-fn runtime_dir(env: Env<'_>) -> PathBuf {
-    match env.get("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
-        Some(dir) => PathBuf::from(dir).join("sepal"),
-        None => own_folder(env.tmp),
+/// Lists of multiaddrs, which would take a model after them along.
+const MADDR_LISTS: [&str; 3] = ["--initial_peers", "--host_maddrs", "--announce_maddrs"];
+
+/// `serve --initial_peers MULTIADDR... MODEL` becomes `serve MODEL --initial_peers MULTIADDR...`
+fn models_first(cli: &clap::Command, args: Vec<OsString>) -> Vec<OsString> {
+    let command = args.get(1).and_then(|name| cli.find_subcommand(name));
+    if command.is_none_or(|command| command.get_positionals().next().is_none()) {
+        return args;
     }
+    // Within a list, whether a multiaddr of it was there.
+    let mut list = None;
+    let is_model = |arg: &OsString| {
+        let text = arg.to_str().unwrap_or_default();
+        if text.starts_with('-') {
+            list = MADDR_LISTS.contains(&text).then_some(false);
+        } else if list == Some(false) {
+            list = Some(is_maddr(text));
+        } else {
+            return list == Some(true) && !is_maddr(text);
+        }
+        false
+    };
+    let (models, mut rest): (Vec<_>, Vec<_>) = args.into_iter().partition(is_model);
+    rest.splice(2..2, models);
+    rest
 }
 
 /// Serves blocks of large language models to the Petals swarm.
@@ -287,17 +311,17 @@ enum Commands {
     /// throughput and download for each format and device
     Plan(Box<plan::PlanArgs>),
     /// List, delete, check or export what the cache folder holds
-    Cache(cache::CacheArgs),
+    Cache(CacheConfig),
     /// Quantize a model ahead of time into a folder that `sepal serve DIR` maps at once
-    Convert(Box<convert::ConvertArgs>),
+    Convert(Box<ConvertArgs>),
     /// Run a bootstrap node that other peers join through
     Dht(dht::DhtArgs),
     /// Generate text through the swarm
-    Generate(Box<generate::GenerateArgs>),
+    Generate(Box<clients::ClientArgs<GenerateConfig>>),
     /// Answer OpenAI's API over models that a swarm serves, and show the swarm in a browser
-    Gateway(Box<gateway::GatewayArgs>),
+    Gateway(Box<clients::GatewayArgs>),
     /// Talk to a model that a swarm serves, on the terminal
-    Chat(Box<gateway::ChatArgs>),
+    Chat(Box<clients::ClientArgs<ChatConfig>>),
     /// Start a private swarm with a small model and generate text through it
     Demo(DemoArgs),
     /// Show the processes of running instances
@@ -324,16 +348,16 @@ enum Commands {
     #[command(after_help = doctor::AFTER_HELP)]
     Doctor(Box<doctor::DoctorArgs>),
     /// Check every kernel of a device against a reference, then measure operations and blocks
-    Selftest(processes::SelftestArgs),
+    Selftest(SelfTestConfig),
     /// Compare warpgroups with warps on a device, for a supervisor
     #[command(hide = true)]
-    Sample(processes::SampleArgs),
+    Sample(SampleConfig),
     /// List the CUDA devices, for a supervisor
     #[command(hide = true, name = "cuda_devices")]
     CudaDevices(processes::CudaDevicesArgs),
     /// Take a step through a server, for a supervisor
     #[command(hide = true)]
-    Probe(processes::ProbeArgs),
+    Probe(ProbeConfig),
     /// Be the network daemon of a supervisor
     #[command(hide = true)]
     Netd(processes::RoleArgs),
@@ -346,17 +370,17 @@ enum Commands {
 }
 
 #[derive(Debug, Args)]
-#[command(rename_all = "snake_case")]
+struct ConvertArgs {
+    #[command(flatten)]
+    config: ConvertConfig,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+#[derive(Debug, Args)]
 struct DemoArgs {
-    /// Text to continue
-    #[arg(long, short)]
-    prompt: Option<String>,
-    /// Maximum number of tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    max_new_tokens: u32,
-    /// Keep the swarm running until Ctrl-C
-    #[arg(long)]
-    keep: bool,
+    #[command(flatten)]
+    config: DemoConfig,
     #[command(flatten)]
     log: LogArgs,
 }

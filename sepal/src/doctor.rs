@@ -31,8 +31,8 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::Duration;
 
+use netd::checkup::{self, HubFacts, HubQuestion, SwarmFacts};
 use shared::causes::with_causes;
-use shared::checkup::{HubFacts, HubQuestion, Observers, SwarmFacts};
 use shared::config::{NetdConfig, QuantType};
 use shared::escape::escaped_json;
 use shared::exit::ExitReason;
@@ -60,13 +60,13 @@ const OFFLINE: &str = "not checked with --offline";
 
 /// Makes the checks, prints them, and packs the bundle if one was asked for. Exit reason
 /// [`ExitReason::Failed`] if there is a problem.
-pub fn run(options: &DoctorOptions, observers: Observers) -> ExitReason {
+pub fn run(options: &DoctorOptions) -> ExitReason {
     let complain = |error: &dyn std::error::Error| eprintln!("sepal: {}", with_causes(error));
     if let Some(Err(error)) = options.bundle.as_deref().map(bundle::check) {
         complain(&error);
         return ExitReason::BadConfig;
     }
-    let (findings, running) = examine(options, observers);
+    let (findings, running) = examine(options);
     // A reader that went away is told by the exit code alone.
     let _ = print(options, &findings, &mut io::stdout().lock());
     if let Some(path) = &options.bundle {
@@ -108,12 +108,12 @@ struct Observations {
 }
 
 /// All checks, in the order in which they are shown, and the servers that run.
-fn examine(options: &DoctorOptions, observers: Observers) -> (Vec<Finding>, Vec<LiveServer>) {
+fn examine(options: &DoctorOptions) -> (Vec<Finding>, Vec<LiveServer>) {
     let config = &options.config;
     // The port first: the node that joins the swarm listens on it for a while.
     let port = ports::judge(&ports::observe(&config.netd.host_maddrs));
     let source = model_source::observe(options.model.as_deref());
-    let Observations { swarm, hub, devices, instances, cache } = start(options, &source, observers);
+    let Observations { swarm, hub, devices, instances, cache } = start(options, &source);
     let mut findings = vec![
         Finding::new("settings", judge_settings(options)),
         Finding::new("kernel", system::judge_kernel(&system::kernel())),
@@ -127,7 +127,7 @@ fn examine(options: &DoctorOptions, observers: Observers) -> (Vec<Finding>, Vec<
     let of_instances = |running: Result<Vec<LiveServer>, String>| InstanceFacts {
         running,
         name: config.instance.clone(),
-        peer_id: config.netd.identity_path.as_deref().map_or(Ok(None), observers.peer_id),
+        peer_id: config.netd.identity_path.as_deref().map_or(Ok(None), checkup::peer_id),
     };
     let verdict = running.clone().map(|running| instances::judge(&of_instances(running)));
     findings.push(Finding::new("instances", verdict.unwrap_or_else(late)));
@@ -148,7 +148,7 @@ fn examine(options: &DoctorOptions, observers: Observers) -> (Vec<Finding>, Vec<
     (findings, running.and_then(|running| running).unwrap_or_default())
 }
 
-fn start(options: &DoctorOptions, source: &ModelKind, observers: Observers) -> Observations {
+fn start(options: &DoctorOptions, source: &ModelKind) -> Observations {
     let mut config = options.config.clone();
     let model = match source {
         ModelKind::Repository(name) => Some(name.clone()),
@@ -161,9 +161,9 @@ fn start(options: &DoctorOptions, source: &ModelKind, observers: Observers) -> O
     Observations {
         swarm: swarm_excuse(options)
             .is_none()
-            .then(|| Pending::start(SWARM_LIMIT, move || (observers.swarm)(&netd))),
+            .then(|| Pending::start(SWARM_LIMIT, move || checkup::swarm(&netd))),
         hub: (needs_hub && !options.offline && !config.prepare.hub.offline)
-            .then(|| Pending::start(HUB_LIMIT, move || (observers.hub)(&question))),
+            .then(|| Pending::start(HUB_LIMIT, move || checkup::hub(&question))),
         devices: Pending::start(DEVICE_LIMIT, move || {
             // A self-test beside a server that fills the device would fail, or take memory from it.
             let running = instances::observe(&config.runtime_dir).unwrap_or_default();

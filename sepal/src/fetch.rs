@@ -3,9 +3,11 @@
 use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 
-use prepare::client_tensors;
+use gateway::config::{EngineConfig, GatewayConfig};
+use prepare::cache::{CacheAction, CacheConfig};
+use prepare::client_tensors::{self, FetchConfig};
+use prepare::convert::ConvertConfig;
 use shared::causes::with_causes;
-use shared::config::{CacheAction, CacheConfig, ConvertConfig, FetchConfig, GatewayConfig};
 use shared::escape::escaped;
 use shared::exit::ExitReason;
 use shared::sandbox::{self, Confinement, SandboxError, Subject};
@@ -18,7 +20,7 @@ const MAX_LINKS: usize = 4096;
 type Named<'a> = (&'a mut PathBuf, &'a mut Option<String>);
 
 /// The models of a gateway.
-pub fn of_gateway(config: &mut GatewayConfig) -> impl Iterator<Item = Named<'_>> {
+fn of_engine(config: &mut EngineConfig) -> impl Iterator<Item = Named<'_>> {
     config.models.iter_mut().map(|model| (&mut model.folder, &mut model.dht_prefix))
 }
 
@@ -28,7 +30,7 @@ pub fn for_gateway(config: &mut GatewayConfig, fetch: &FetchConfig) -> Option<Ex
         eprintln!("sepal: {error}");
         return Some(ExitReason::BadConfig);
     }
-    fetched(of_gateway(config), fetch).filter(|_| config.server.is_none())
+    fetched(of_engine(&mut config.engine), fetch).filter(|_| config.engine.server.is_none())
 }
 
 /// Confines this process where it is the page of a server: it reads its models and what names of hosts take, and writes to the cache.
@@ -37,10 +39,15 @@ pub fn for_gateway(config: &mut GatewayConfig, fetch: &FetchConfig) -> Option<Ex
 /// # Errors
 /// [`SandboxError`] if `--sandbox require` asks for more than the kernel can.
 fn confine(config: &GatewayConfig, fetch: &FetchConfig) -> Result<(), SandboxError> {
-    let Some(server) = config.server else { return Ok(()) };
+    let Some(server) = config.engine.server else { return Ok(()) };
     let confinement = Confinement {
         mode: server.sandbox,
-        readable: config.models.iter().flat_map(|model| with_targets(&model.folder)).collect(),
+        readable: config
+            .engine
+            .models
+            .iter()
+            .flat_map(|model| with_targets(&model.folder))
+            .collect(),
         writable: vec![fetch.cache_dir.clone()],
         has_driver: false,
     };
@@ -72,8 +79,8 @@ pub fn for_cache(config: &CacheConfig) -> Option<ExitReason> {
 
 /// The same for the cache that `sepal convert` downloads to.
 pub fn for_convert(config: &ConvertConfig) -> Option<ExitReason> {
-    let model = Path::new(&config.prepare.model);
-    checked(cache_folder::make_for(&config.prepare.cache_dir, [model]))
+    let model = Path::new(&config.model);
+    checked(cache_folder::make_for(&config.cache_dir, [model]))
 }
 
 /// Why the command ends here, if the cache folder is refused; says so.

@@ -57,7 +57,6 @@ mod status;
 mod top;
 
 pub use builder::Builder;
-pub use commands::{run_command, run_with_worker};
 pub use server::{Drainer, Events, HostError, LogTo, Outcome, Server};
 pub use shared::block::Span;
 pub use shared::control::PrepareStage;
@@ -65,7 +64,10 @@ pub use shared::exit::ExitReason;
 pub use supervisor::feed::{Event, ProcessState};
 pub use supervisor::spawn::TITLE;
 
+use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
+
+use shared::bootstrap::Bootstrap;
 
 /// Carries out the work of a server's process and ends, if this process was started as one; else
 /// returns at once.
@@ -82,4 +84,23 @@ pub fn init() {
         std::process::exit(run_command(std::env::args_os()).code().into());
     }
     server::CALLED.store(true, std::sync::atomic::Ordering::Release);
+}
+
+/// Runs `sepal` with these arguments, of which the first is the program's name; says why it ended.
+///
+/// What is wrong with an argument is printed. Call it on the main thread of a process that does nothing
+/// else.
+pub fn run_command(arguments: impl Iterator<Item = OsString>) -> ExitReason {
+    run_with_worker(arguments, gpu_worker::run)
+}
+
+/// [`run_command`] with other workers, for laboratories.
+pub fn run_with_worker(
+    arguments: impl Iterator<Item = OsString>,
+    worker: fn(Bootstrap) -> ExitReason,
+) -> ExitReason {
+    match cli::parse(arguments, &|name| std::env::var(name).ok()) {
+        Ok(command) => commands::run(command, worker),
+        Err(error) => error.report(),
+    }
 }

@@ -29,20 +29,17 @@ use supervisor::placement::{Placement, Share};
 use supervisor::sizing::{GroupFit, Memory};
 use supervisor::spawn::count_along_bus;
 
-/// Takes a survey: `prepare::survey_model`.
-pub type Surveyor = fn(SurveyRequest<'_>) -> Result<ModelSurvey, SurveyFailure>;
-
 /// Prints the plan to standard output; errors go to standard error. Ends with
 /// [`ExitReason::BadConfig`] when `serve` would refuse every format.
-pub fn run(options: PlanOptions, surveyor: Surveyor) -> ExitReason {
+pub fn run(options: PlanOptions) -> ExitReason {
     let log = options.config.log.clone();
-    with_log(&log, "plan", || print(options, surveyor))
+    with_log(&log, "plan", || print(options))
 }
 
-fn print(options: PlanOptions, surveyor: Surveyor) -> ExitReason {
+fn print(options: PlanOptions) -> ExitReason {
     count_along_bus();
     log_notes(&options.notes);
-    let plan = match make(options.config, &options.formats, surveyor) {
+    let plan = match make(options.config, &options.formats) {
         Ok(plan) => plan,
         Err((reason, message)) => {
             eprintln!("sepal: {message}");
@@ -64,11 +61,7 @@ fn print(options: PlanOptions, surveyor: Surveyor) -> ExitReason {
 }
 
 /// Chooses devices as `serve` does, surveys, and plans.
-fn make(
-    mut config: ServeConfig,
-    formats: &[QuantType],
-    surveyor: Surveyor,
-) -> Result<Plan, SurveyFailure> {
+fn make(mut config: ServeConfig, formats: &[QuantType]) -> Result<Plan, SurveyFailure> {
     devices::choose(&mut config).map_err(|why| (ExitReason::BadConfig, why))?;
     let groups: Vec<Vec<Device>> =
         config.devices.chunks(config.world_size.max(1)).map(<[Device]>::to_vec).collect();
@@ -81,7 +74,7 @@ fn make(
         false => cache_folder::make_for(cache, models),
     };
     made.map_err(|why| (ExitReason::BadConfig, why))?;
-    let survey = surveyor(SurveyRequest {
+    let survey = prepare::survey_model(SurveyRequest {
         prepare: &config.prepare,
         groups: &groups,
         worker: &config.worker,

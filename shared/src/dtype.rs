@@ -47,6 +47,20 @@ impl DType {
     }
 }
 
+/// The type of `--torch_dtype`: a name, or `auto` for that of the checkpoint.
+///
+/// # Errors
+/// A sentence with the names that there are.
+pub fn dtype_or_auto(text: &str) -> Result<Option<DType>, String> {
+    match text {
+        "auto" => Ok(None),
+        name => name
+            .parse()
+            .map(Some)
+            .map_err(|error: <DType as std::str::FromStr>::Err| error.to_string()),
+    }
+}
+
 /// How the matrices of blocks are stored and computed with. Its name is read in upper or lower case
 /// (`petals.cli.run_server` takes the names of its enum in any).
 #[derive(Display, EnumString, IntoStaticStr)]

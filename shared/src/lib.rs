@@ -7,7 +7,6 @@ pub mod block;
 pub mod bootstrap;
 pub mod build;
 pub mod causes;
-pub mod checkup;
 pub mod clock;
 pub mod config;
 pub mod control;

@@ -94,11 +94,19 @@ impl From<WarpgroupKernel> for String {
     }
 }
 
+impl std::str::FromStr for WarpgroupKernel {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<WarpgroupKernel, String> {
+        WarpgroupKernel::named(name).ok_or_else(|| format!("no kernel for warpgroups: {name}"))
+    }
+}
+
 impl TryFrom<String> for WarpgroupKernel {
     type Error = String;
 
     fn try_from(name: String) -> Result<WarpgroupKernel, String> {
-        WarpgroupKernel::named(&name).ok_or_else(|| format!("no kernel for warpgroups: {name}"))
+        name.parse()
     }
 }
 

@@ -86,7 +86,7 @@ pub fn run(
     Driver::new(config, instance, feed, reread)?.run()
 }
 
-pub use reload::{Reread, Settings};
+pub use reload::{Reread, changed};
 pub use upgrade::resume;
 use upgrade::{Upgrade, UpgradeNotes};
 
@@ -164,8 +164,8 @@ struct Driver<'a> {
     status: StatusSocket,
     signals: SignalFd,
     reread: Reread<'a>,
-    /// The settings at the start, and those taken over since.
-    settings: Option<Settings>,
+    /// The settings as they were read at the start, and those taken over since.
+    settings: Option<ServeConfig>,
     liveness: Liveness,
     next_reading: Instant,
     /// A service manager that wants to hear of the run.

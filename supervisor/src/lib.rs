@@ -59,7 +59,7 @@ use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 
 use crate::events::Outcome;
-pub use crate::events::{Reread, Settings};
+pub use crate::events::{Reread, changed};
 use crate::feed::Feed;
 use crate::handover::Handover;
 use crate::instance::Instance;
@@ -181,6 +181,9 @@ fn run(mut config: ServeConfig, feed: &mut Option<Feed>, reread: Reread<'_>) -> 
     keep_sockets_in(&instance);
     set_file_limit(config.file_limit);
     config.netd.identity_path.get_or_insert_with(|| instance.key());
+    if config.netd.request_memory == 0 {
+        config.netd.request_memory = sizing::request_memory(config.max_memory_bytes);
+    }
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
     info!(instance = instance.name(), pid, version, model = config.prepare.model, "serving");
     for device in placement::crowded(&config.devices, config.world_size) {

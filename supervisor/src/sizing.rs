@@ -348,6 +348,12 @@ fn group_left(max: Option<String>, current: Option<String>, stat: Option<String>
     Some(max.saturating_sub(current.saturating_sub(cache)))
 }
 
+/// Memory for requests of peers where nothing is said: a part of what may be used.
+pub fn request_memory(max_memory: Option<u64>) -> u64 {
+    let free = within(available_bytes(), max_memory).unwrap_or(0);
+    (free / 8).clamp(256 << 20, 8 << 30)
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use shared::block::Span;

@@ -5,13 +5,12 @@
 use std::time::{Duration, Instant};
 
 use netd::dht_node;
+use netd::dht_node::DhtNodeConfig;
 use netd::join::Joined;
-
 use swarm::dht::driver::unix_now;
 use swarm::dht::id::DhtId;
 use swarm::dht::storage::{Item, Stored, Timed};
 use swarm::wire::msgpack::Value;
-use testkit::configs::dht_node_config;
 use tokio::time::timeout;
 
 use crate::harness::DEADLINE;
@@ -29,7 +28,7 @@ const REPLACED: usize = SHORT.0;
 const CHURN: Duration = Duration::from_secs(5);
 
 async fn node(initial_peers: Vec<String>) -> Joined {
-    dht_node::start(&dht_node_config(initial_peers)).await.expect("a node starts")
+    dht_node::start(&DhtNodeConfig::on_loopback(initial_peers)).await.expect("a node starts")
 }
 
 fn key(block: usize) -> DhtId {

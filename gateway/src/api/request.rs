@@ -6,10 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
 use client::grammar::{Grammar, GrammarError};
+use client::sampling::SamplingConfig;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use shared::config::SamplingConfig;
 
 use super::error::ApiError;
 use crate::engine::Engine;

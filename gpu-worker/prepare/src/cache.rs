@@ -3,11 +3,13 @@
 //!
 //! | module | is |
 //! | --- | --- |
+//! | `config` | its flags |
 //! | `inventory` | every file of the folder: model, revision, format, block, last use |
 //! | `prune` | which files go |
 //! | `verify` | whether a file is what is recorded of it |
 //! | `export` | a model of the cache as a folder of its own |
 
+mod config;
 mod export;
 mod inventory;
 mod prune;
@@ -18,12 +20,12 @@ use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 use serde::Serialize;
-use shared::config::{CacheAction, CacheConfig};
 use shared::escape::{Escaped, escaped};
 use shared::exit::ExitReason;
 
 use crate::error::PrepareError;
 use crate::table::{age, aligned, decimal};
+pub use config::{CacheAction, CacheConfig, PruneConfig};
 use inventory::{Group, Inventory};
 
 /// Runs the command; what it says goes to standard output, errors to standard error.

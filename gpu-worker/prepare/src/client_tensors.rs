@@ -4,15 +4,27 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 
+use clap::Args;
 use model::client_tensors::client_tensors;
 use serde_json::Value;
-use shared::config::{FetchConfig, PrepareConfig, QuantType};
+use shared::config::{HubConfig, PrepareConfig, QuantType};
 
 use crate::error::PrepareError;
 pub use crate::hub::CLIENT_FILE;
 use crate::hub::Hub;
 use crate::progress::Progress;
 use crate::repository::{default_dht_prefix, is_repo_id};
+
+/// How the parts of a model that a client computes itself are downloaded, if they are in no folder.
+#[derive(Clone, Debug, PartialEq, Eq, Args)]
+#[command(rename_all = "snake_case")]
+pub struct FetchConfig {
+    /// Folder for downloads [env: SEPAL_CACHE] [default: ~/.cache/sepal]
+    #[arg(long, value_name = "FOLDER", required = false)]
+    pub cache_dir: PathBuf,
+    #[command(flatten)]
+    pub hub: HubConfig,
+}
 
 /// Where a client reads a model from.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,11 +3,13 @@
 //! interrupted run is taken up where it stopped, and the folder appears when it is whole.
 
 use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use shared::block::{BlockIndex, Span};
-use shared::config::ConvertConfig;
+use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::control::{self, PrepareStage};
+use shared::dtype::{DType, dtype_or_auto};
 use shared::escape::{Escaped, escaped};
 use shared::exit::ExitReason;
 use shared::files::write_atomically;
@@ -20,6 +22,53 @@ use crate::source::stored_bytes;
 use crate::staging::{Staging, check_space};
 use crate::store::{FORMAT_VERSION, StorePlace};
 use crate::table::decimal;
+
+/// Settings of `sepal convert`.
+#[derive(Clone, Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ConvertConfig {
+    /// Model folder in Hugging Face layout, or a repository of the Hub such as bigscience/bloom
+    pub model: String,
+    /// How matrices are stored: int8 or nf4
+    #[arg(long, value_name = "TYPE", value_parser = quantized)]
+    pub quant_type: QuantType,
+    /// Folder to make; it must not exist yet, or be empty
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Convert only these blocks [default: all]
+    #[arg(long, value_name = "START:END")]
+    pub blocks: Option<Span>,
+    /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
+    /// the type of the checkpoint, bfloat16 if that is float32
+    // The path has clap take `auto` for a value.
+    #[arg(id = "torch_dtype", long = "torch_dtype", value_name = "TYPE", default_value = "auto", value_parser = dtype_or_auto)]
+    pub dtype: std::option::Option<DType>,
+    /// Folder for downloads [env: SEPAL_CACHE, PETALS_CACHE] [default: ~/.cache/sepal]
+    #[arg(long, value_name = "DIR", required = false)]
+    pub cache_dir: PathBuf,
+    #[command(flatten)]
+    pub hub: HubConfig,
+}
+
+impl ConvertConfig {
+    /// What is to be made ready.
+    fn prepare(&self) -> PrepareConfig {
+        PrepareConfig {
+            model: self.model.clone(),
+            dtype: self.dtype,
+            quant_type: self.quant_type,
+            is_quant_named: true,
+            adapters: Vec::new(),
+            cache_dir: self.cache_dir.clone(),
+            hub: self.hub.clone(),
+        }
+    }
+}
+
+fn quantized(text: &str) -> Result<QuantType, String> {
+    let named = text.parse().ok().filter(|quant_type| *quant_type != QuantType::None);
+    named.ok_or_else(|| "expected int8 or nf4".to_owned())
+}
 
 /// Converts as `config` says, with progress on a terminal; errors go to standard error.
 pub fn run_command(config: &ConvertConfig) -> ExitReason {
@@ -47,7 +96,7 @@ fn convert(
     config: &ConvertConfig,
     mut progress: impl FnMut(Progress) -> Result<(), PrepareError>,
 ) -> Result<String, PrepareError> {
-    let mut inspected = Inspected::new(&config.prepare)?;
+    let mut inspected = Inspected::new(&config.prepare())?;
     if inspected.converted().is_some() {
         let reason = "is converted already; give the original model";
         return Err(PrepareError::bad_file(&inspected.folder, reason));

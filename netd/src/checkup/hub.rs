@@ -7,8 +7,8 @@ use futures::StreamExt;
 use reqwest::{Client, Response, StatusCode, header};
 use serde::Deserialize;
 use shared::causes::root_cause;
-use shared::checkup::{HubFacts, HubQuestion, ModelState, TokenState};
 
+use super::facts::{HubFacts, HubQuestion, ModelState, TokenState};
 use crate::http;
 
 /// The public Hub (`huggingface_hub`, `constants.py`, `_HF_DEFAULT_ENDPOINT`).
@@ -24,7 +24,10 @@ const MAX_NAME: usize = 100;
 const WEIGHTS: [&str; 2] = [".safetensors", ".bin"];
 
 /// Asks the Hub; the three answers are waited for together.
-pub(super) fn observe(question: &HubQuestion) -> Result<HubFacts, String> {
+///
+/// # Errors
+/// Why the Hub did not answer.
+pub fn observe(question: &HubQuestion) -> Result<HubFacts, String> {
     observe_within(question, PATIENCE)
 }
 

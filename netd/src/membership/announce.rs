@@ -325,7 +325,7 @@ mod tests {
     /// A node of the DHT that joined through `initial_peers`, and its address.
     async fn node(initial_peers: Vec<String>) -> (Dht, String) {
         let joined =
-            dht_node::start(&testkit::configs::dht_node_config(initial_peers)).await.unwrap();
+            dht_node::start(&dht_node::DhtNodeConfig::on_loopback(initial_peers)).await.unwrap();
         (joined.dht, joined.addrs[0].clone())
     }
 

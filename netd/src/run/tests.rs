@@ -16,7 +16,7 @@ use shared::survey::Capacity;
 use swarm::wire::messages::ExpertUid;
 use swarm::wire::records::{ServerInfo, ServerState};
 use swarm::{names, view};
-use testkit::configs::{dht_node_config, netd_config};
+use testkit::configs::netd_config;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -189,7 +189,7 @@ impl Drop for Supervisor {
 }
 
 async fn bootstrap_node() -> Joined {
-    dht_node::start(&dht_node_config(Vec::new())).await.unwrap()
+    dht_node::start(&dht_node::DhtNodeConfig::on_loopback(Vec::new())).await.unwrap()
 }
 
 async fn record(node: &Joined, peer_id: &str, block: usize) -> Option<ServerInfo> {

@@ -1,13 +1,18 @@
 //! What the command line asks for.
 
-use std::path::PathBuf;
-
-use shared::config::{
-    CacheConfig, ChatConfig, ConvertConfig, DemoConfig, Device, DhtNodeConfig, FetchConfig,
-    GatewayConfig, GenerateConfig, LogConfig, ProbeConfig, ServeConfig,
-};
+use client::demo::DemoConfig;
+use client::generate::GenerateConfig;
+use client::probe::ProbeConfig;
+use gateway::chat::ChatConfig;
+use gateway::config::GatewayConfig;
+use gpu_worker::sample::SampleConfig;
+use gpu_worker::selftest::SelfTestConfig;
+use netd::dht_node::DhtNodeConfig;
+use prepare::cache::CacheConfig;
+use prepare::client_tensors::FetchConfig;
+use prepare::convert::ConvertConfig;
+use shared::config::{LogConfig, ServeConfig};
 use shared::control::Role;
-use shared::warpgroups::WarpgroupKernels;
 use supervisor::handover::HandoverOptions;
 
 use super::{DoctorOptions, Generated, PlanOptions};
@@ -29,7 +34,7 @@ pub enum Command {
     /// Work on the cache folder.
     Cache(CacheConfig),
     /// Convert a model ahead of time.
-    Convert(ConvertConfig, LogConfig),
+    Convert(Box<ConvertConfig>, LogConfig),
     /// Run a bootstrap node.
     Dht {
         config: DhtNodeConfig,
@@ -38,7 +43,7 @@ pub enum Command {
         notes: Vec<String>,
     },
     /// Generate text through the swarm.
-    Generate(GenerateConfig, FetchConfig, LogConfig),
+    Generate(Box<GenerateConfig>, FetchConfig, LogConfig),
     /// Answer OpenAI's API over models of a swarm.
     Gateway(Box<GatewayConfig>, FetchConfig, LogConfig),
     /// Talk to a model of a swarm.
@@ -56,30 +61,14 @@ pub enum Command {
     /// Check the machine, the network and the settings.
     Doctor(Box<DoctorOptions>),
     /// Check and measure a device.
-    SelfTest {
-        device: Device,
-        /// Only the smallest cases.
-        is_quick: bool,
-        /// The file that everything that is found goes to.
-        report: Option<PathBuf>,
-        /// The process that waits for the outcome and with which the test ends.
-        parent: Option<u32>,
-        /// Kernels for warpgroups that it must not launch.
-        skipped: WarpgroupKernels,
-    },
+    SelfTest(SelfTestConfig),
     /// List the CUDA devices, for the process that started this one.
     CudaDevices {
         /// That process.
         parent: u32,
     },
     /// Take the sample of warpgroups, for the process that started this one.
-    Sample {
-        /// Number of the CUDA device.
-        ordinal: u32,
-        kernels: WarpgroupKernels,
-        /// That process.
-        parent: u32,
-    },
+    Sample(SampleConfig),
     /// Take a step through a server, for the process that started this one.
     Probe(ProbeConfig),
     /// Take over from another executable of a supervisor.

@@ -18,7 +18,6 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::Env;
 use super::file::{self, Setting};
-use super::values::is_maddr;
 
 /// File that is read when it lies in the working directory and none is given (`run_server.py`,
 /// `default_config_files`).
@@ -169,10 +168,7 @@ impl<'a> Merge<'a> {
     fn new(command: &'a Command, matches: &ArgMatches) -> Merge<'a> {
         let id = |arg: &Arg| arg.get_id().as_str().to_owned();
         let from_flag = |id: &String| matches.value_source(id) == Some(ValueSource::CommandLine);
-        let mut given: Vec<String> = command.get_arguments().map(id).filter(from_flag).collect();
-        if given.iter().any(|id| swallowed_model(matches, id)) {
-            given.push(MODEL.0.to_owned());
-        }
+        let given = command.get_arguments().map(id).filter(from_flag).collect();
         Merge { command, given, lower: BTreeMap::new(), extra: Vec::new() }
     }
 
@@ -307,21 +303,15 @@ fn split(text: &str) -> Vec<String> {
     parts.filter(|part| !part.is_empty()).map(str::to_owned).collect()
 }
 
-/// A model that a list of multiaddrs before it swallowed.
-fn swallowed_model(matches: &ArgMatches, id: &str) -> bool {
-    ["initial_peers", "host_maddrs", "announce_maddrs"].contains(&id)
-        && matches
-            .try_get_many::<String>(id)
-            .ok()
-            .flatten()
-            .and_then(|mut values| values.next_back())
-            .is_some_and(|last| !is_maddr(last))
+/// Whether a flag takes no value.
+pub fn is_switch(arg: &Arg) -> bool {
+    matches!(arg.get_action(), ArgAction::SetTrue | ArgAction::SetFalse)
 }
 
 /// The flags that say the same; `None` for a switch that is neither on nor off.
 fn flags(arg: &Arg, values: &[String]) -> Option<Vec<OsString>> {
     let name = arg.get_long().unwrap_or_default();
-    if !matches!(arg.get_action(), ArgAction::SetTrue) {
+    if !is_switch(arg) {
         return Some(values.iter().map(|value| format!("--{name}={value}").into()).collect());
     }
     let value = values.first().map(|value| value.to_lowercase());

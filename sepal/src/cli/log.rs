@@ -6,7 +6,6 @@ use clap::Args;
 use shared::config::{LogConfig, LogFormat};
 
 use super::Env;
-use super::values;
 
 /// What is logged unless the operator says otherwise. libp2p warns of things that are no trouble
 /// here, such as a new swarm without peers.
@@ -27,7 +26,7 @@ pub struct LogArgs {
     log: Option<String>,
     /// Format of the log: terminal (progress and the events that matter), text (every event with its
     /// time and process) or json [default: terminal on a terminal without --log, else text]
-    #[arg(long, value_name = "FORMAT", value_parser = values::log_format)]
+    #[arg(long, value_name = "FORMAT")]
     log_format: Option<LogFormat>,
 }
 

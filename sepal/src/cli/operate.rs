@@ -5,10 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 use supervisor::handover::HandoverOptions;
-use supervisor::status::Request;
+use supervisor::status::{MAX_PATIENCE, Request};
 
-use super::values::patience;
-use super::{Env, runtime_dir};
 use crate::status::{OrderOptions, StatusOptions};
 
 #[derive(Debug, Args)]
@@ -32,8 +30,8 @@ pub(super) struct InstanceArgs {
     #[arg(long, value_name = "NAME")]
     instance: Option<String>,
     /// Folder of the instances [default: $XDG_RUNTIME_DIR/sepal or /tmp/sepal-UID]
-    #[arg(long, value_name = "DIR")]
-    runtime_dir: Option<PathBuf>,
+    #[arg(long, value_name = "DIR", required = false)]
+    runtime_dir: PathBuf,
 }
 
 #[derive(Debug, Args)]
@@ -94,45 +92,52 @@ impl HandoverArgs {
 }
 
 impl InstanceArgs {
-    pub(super) fn options(self, env: Env<'_>) -> StatusOptions {
-        let runtime_dir = self.runtime_dir.unwrap_or_else(|| runtime_dir(env));
-        StatusOptions { instance: self.instance, runtime_dir, ready: false, json: false }
+    pub(super) fn options(self) -> StatusOptions {
+        let InstanceArgs { instance, runtime_dir } = self;
+        StatusOptions { instance, runtime_dir, ready: false, json: false }
     }
 
     /// An order that nobody waits for.
-    pub(super) fn order(self, request: Request, env: Env<'_>) -> OrderOptions {
-        let runtime_dir = self.runtime_dir.unwrap_or_else(|| runtime_dir(env));
-        OrderOptions { instance: self.instance, runtime_dir, request, no_wait: true }
+    pub(super) fn order(self, request: Request) -> OrderOptions {
+        let InstanceArgs { instance, runtime_dir } = self;
+        OrderOptions { instance, runtime_dir, request, no_wait: true }
     }
 }
 
 impl StatusArgs {
-    pub(super) fn options(self, env: Env<'_>) -> StatusOptions {
-        StatusOptions { ready: self.ready, json: self.json, ..self.of.options(env) }
+    pub(super) fn options(self) -> StatusOptions {
+        StatusOptions { ready: self.ready, json: self.json, ..self.of.options() }
     }
 }
 
 impl PauseArgs {
-    pub(super) fn order(self, env: Env<'_>) -> OrderOptions {
+    pub(super) fn order(self) -> OrderOptions {
         let request = Request::Pause { patience_s: self.patience.as_secs() };
-        OrderOptions { no_wait: self.no_wait, ..self.instance.order(request, env) }
+        OrderOptions { no_wait: self.no_wait, ..self.instance.order(request) }
     }
 }
 
 impl UpgradeArgs {
-    pub(super) fn order(self, env: Env<'_>) -> Result<OrderOptions, String> {
+    pub(super) fn order(self) -> Result<OrderOptions, String> {
         let absolute = |path: PathBuf| {
             std::path::absolute(&path)
                 .map_err(|error| format!("invalid --to {}: {error}", path.display()))
         };
         let path = self.to.map(absolute).transpose()?;
         let request = Request::Upgrade { path, patience_s: self.patience.as_secs() };
-        Ok(OrderOptions { no_wait: self.no_wait, ..self.instance.order(request, env) })
+        Ok(OrderOptions { no_wait: self.no_wait, ..self.instance.order(request) })
     }
 }
 
 impl RestartArgs {
-    pub(super) fn order(self, env: Env<'_>) -> OrderOptions {
-        self.instance.order(Request::Restart { worker: self.worker }, env)
+    pub(super) fn order(self) -> OrderOptions {
+        self.instance.order(Request::Restart { worker: self.worker })
     }
+}
+
+/// A time that open sessions may take: whole seconds, 0 for none.
+fn patience(text: &str) -> Result<Duration, String> {
+    let most = MAX_PATIENCE;
+    let time = text.parse().ok().map(Duration::from_secs).filter(|time| *time <= most);
+    time.ok_or_else(|| format!("expected whole seconds, 0 to {}", most.as_secs()))
 }

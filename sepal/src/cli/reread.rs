@@ -1,10 +1,9 @@
 //! The settings of a running server, read again from where they came from.
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::Path;
 
-use supervisor::Settings;
+use shared::config::ServeConfig;
 
 use super::{CliError, Command, Env, parse_in};
 
@@ -12,7 +11,7 @@ use super::{CliError, Command, Env, parse_in};
 ///
 /// # Errors
 /// A sentence, for settings that `sepal serve` would refuse.
-pub fn reread(args: &[OsString]) -> Result<Settings, String> {
+pub fn reread(args: &[OsString]) -> Result<ServeConfig, String> {
     let variables = |name: &str| std::env::var(name).ok();
     let read = read_in(Path::new(""), args, Env::of_machine(&variables));
     read.map_err(|error| error.to_string())
@@ -23,34 +22,17 @@ pub(super) fn read_in(
     folder: &Path,
     args: &[OsString],
     env: Env<'_>,
-) -> Result<Settings, CliError> {
-    let not_serve = || CliError::new("this process was not started as sepal serve".to_owned());
-    let config = match parse_in(folder, args.iter().cloned(), env)? {
-        Command::Serve { config, .. } => *config,
-        _ => return Err(not_serve()),
-    };
-    let as_shown = |(index, arg): (usize, &OsString)| match index {
-        1 => OsString::from("config"),
-        _ => arg.clone(),
-    };
-    match parse_in(folder, args.iter().enumerate().map(as_shown), env)? {
-        Command::ShowConfig(text) => Ok(Settings { config, shown: by_name(&text) }),
-        _ => Err(not_serve()),
+) -> Result<ServeConfig, CliError> {
+    match parse_in(folder, args.iter().cloned(), env)? {
+        Command::Serve { config, .. } => Ok(*config),
+        _ => Err(CliError::new("this process was not started as sepal serve".to_owned())),
     }
-}
-
-/// The lines of `sepal config` by the setting that each is about.
-fn by_name(text: &str) -> BTreeMap<String, String> {
-    let setting = |line: &str| {
-        let (name, rest) = line.strip_prefix("# ").unwrap_or(line).split_once(' ')?;
-        let is_setting = rest.starts_with("= ") || rest.starts_with("is ");
-        is_setting.then(|| (name.to_owned(), rest.to_owned()))
-    };
-    text.lines().filter_map(setting).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use supervisor::changed;
+
     use super::*;
 
     #[test]
@@ -65,11 +47,16 @@ mod tests {
             read_in(dir.path(), &args, Env { variables: &|_| None, tmp: dir.path() })
         };
         let before = read("model = \"/m\"\nmax_restarts = 3\n").unwrap();
-        assert!(read("model = \"/m\"\nmax_restarts = 3\n").unwrap().changed(&before).is_empty());
+        let again = read("model = \"/m\"\nmax_restarts = 3\n").unwrap();
+        assert!(changed(&before, &again).is_empty());
         let after =
             read("model = \"/m\"\nmax_restarts = 4\nnum_blocks = 2\ndrain_timeout = 9\n").unwrap();
-        assert_eq!(after.changed(&before), ["max_restarts", "num_blocks"], "the flag goes first");
-        assert_eq!(after.config.restart.max_restarts, 4);
+        assert_eq!(
+            Vec::from_iter(changed(&before, &after)),
+            ["max_restarts", "num_blocks"],
+            "the flag goes first"
+        );
+        assert_eq!(after.restart.max_restarts, 4);
         let error = read("model = \"/m\"\nmax_restart = 4\n").unwrap_err().to_string();
         assert!(error.contains("max_restarts"), "{error}");
         let status: Vec<OsString> = ["sepal", "status"].map(OsString::from).into();

@@ -5,7 +5,7 @@ use clap::{Arg, ArgAction, Command};
 use shared::config::{ServeConfig, SpanChoice, Throughput};
 use shared::network::NetworkRate;
 
-use super::layers::{Layered, Origin, is_of_command_line};
+use super::layers::{Layered, Origin, is_of_command_line, is_switch};
 
 /// Settings that are never shown.
 const SECRET: [&str; 1] = ["token"];
@@ -28,13 +28,19 @@ pub fn text(command: &Command, layered: &Layered, config: &ServeConfig) -> Strin
         let other = is_of_command_line(id) || id == "converted_model_name_or_path";
         arg.get_long().is_some() && !arg.is_hide_set() && !other
     };
-    let mut heading = None;
-    for arg in command.get_arguments().filter(shown) {
-        if arg.get_help_heading() != heading {
-            heading = arg.get_help_heading();
-            text.push_str(&format!("\n# {}\n", heading.unwrap_or_default()));
+    let settings: Vec<&Arg> = command.get_arguments().filter(shown).collect();
+    let mut headings = Vec::new();
+    for heading in settings.iter().map(|arg| arg.get_help_heading()) {
+        if !headings.contains(&heading) {
+            headings.push(heading);
         }
-        text.push_str(&setting(arg, layered, config));
+    }
+    for heading in headings {
+        if let Some(heading) = heading {
+            text.push_str(&format!("\n# {heading}\n"));
+        }
+        let below = settings.iter().filter(|arg| arg.get_help_heading() == heading);
+        below.for_each(|arg| text.push_str(&setting(arg, layered, config)));
     }
     text
 }
@@ -58,7 +64,11 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
     let many = arg.get_num_args().is_some_and(|range| range.max_values() > 1);
     let value = match values.as_slice() {
         [] => chosen(id, config),
-        [on] if matches!(arg.get_action(), ArgAction::SetTrue) => Some(on.clone()),
+        [on] if is_switch(arg) => {
+            // What a switch turns off is true without it.
+            let turns_off = matches!(arg.get_action(), ArgAction::SetFalse);
+            Some(((on == "true") != turns_off).to_string())
+        }
         [one] if !many => Some(number_or_text(one)),
         several => Some(list(several)),
     };
@@ -72,8 +82,6 @@ fn setting(arg: &Arg, layered: &Layered, config: &ServeConfig) -> String {
 fn chosen(id: &str, config: &ServeConfig) -> Option<String> {
     let netd = &config.netd;
     Some(match id {
-        "cache_dir" => quoted(&config.prepare.cache_dir.to_string_lossy()),
-        "runtime_dir" => quoted(&config.runtime_dir.to_string_lossy()),
         "threads" => config.worker.threads.to_string(),
         "initial_peers" if !netd.initial_peers.is_empty() => list(&netd.initial_peers),
         "host_maddrs" => list(&netd.host_maddrs),

@@ -1,6 +1,6 @@
 //! The swarm and the Hub: judgements of what netd's crate observed.
 
-use shared::checkup::{HubFacts, ModelState, SwarmFacts, TokenState};
+use netd::checkup::{HubFacts, ModelState, SwarmFacts, TokenState};
 
 use super::check::Verdict;
 

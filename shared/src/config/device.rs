@@ -49,6 +49,38 @@ impl std::fmt::Display for Device {
     }
 }
 
+impl std::str::FromStr for Device {
+    type Err = String;
+
+    /// The name that [`Device`] prints; without a number it is the first device of its kind.
+    fn from_str(text: &str) -> Result<Device, String> {
+        let text = text.trim();
+        let numbered = |kind: &str| match text.strip_prefix(kind)? {
+            "" => Some(0),
+            ordinal => ordinal.strip_prefix(':')?.parse().ok(),
+        };
+        let node = || text.strip_prefix("cpu:")?.parse().ok().map(Device::Node);
+        let found = match text {
+            "cpu" => Some(Device::Cpu),
+            _ => numbered("cuda")
+                .map(Device::Cuda)
+                .or_else(|| numbered("emu").map(Device::Emulator))
+                .or_else(node),
+        };
+        found.ok_or_else(|| format!("unknown device {text:?}: expected cpu, cpu:N or cuda:N"))
+    }
+}
+
+/// A processor, or the part of it at a NUMA node.
+///
+/// # Errors
+/// A sentence with what is expected.
+pub fn processor(text: &str) -> Result<Device, String> {
+    let device: Option<Device> = text.parse().ok();
+    let found = device.filter(|device| device.is_processor());
+    found.ok_or_else(|| "expected cpu or cpu:N".to_owned())
+}
+
 /// The first digits of the UUID of a CUDA device, as the driver's tools write it:
 /// `GPU-5d5ba0d6-4d3c-...`, in hexadecimal without dashes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use shared::config::{
-    Compression, Device, DhtNodeConfig, HubConfig, LogConfig, LogFormat, NetdConfig, PrepareConfig,
-    QuantType, RestartConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
+    Compression, Device, HubConfig, LogConfig, LogFormat, NetdConfig, PrepareConfig, QuantType,
+    RestartConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::sandbox::SandboxMode;
 
@@ -101,22 +101,5 @@ pub fn serve_config() -> ServeConfig {
         end_with: None,
         instance: None,
         runtime_dir: "/nowhere/run".into(),
-    }
-}
-
-/// A node of the DHT on a free port of the loopback device.
-pub fn dht_node_config(initial_peers: Vec<String>) -> DhtNodeConfig {
-    DhtNodeConfig {
-        host_maddrs: vec![LOOPBACK.into()],
-        announce_maddrs: Vec::new(),
-        initial_peers,
-        identity_path: None,
-        use_relay: true,
-        relay_bits_per_s: 100e6,
-        use_auto_relay: false,
-        use_upnp: false,
-        dials_private_nets: true,
-        refresh_period: DEADLINE,
-        startup_timeout: DEADLINE,
     }
 }

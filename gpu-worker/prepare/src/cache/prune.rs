@@ -4,9 +4,8 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
-use shared::config::PruneConfig;
-
 use super::Said;
+use super::config::PruneConfig;
 use super::inventory::{Inventory, Item};
 use crate::disk_cache::{self, DiskCache};
 use crate::error::PrepareError;

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use shared::block::Span;
-use shared::config::{HubConfig, PrepareConfig, PruneConfig, QuantType};
+use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::hub::{COMMIT, StandIn};

@@ -3,7 +3,6 @@ use model::manifest::Manifest;
 use shared::config::{PrepareConfig, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
-use testkit::configs::prepare_config;
 use testkit::models::*;
 use testkit::span;
 
@@ -20,13 +19,16 @@ fn site(quant_type: QuantType) -> Site {
     let root = tempfile::tempdir().unwrap();
     let model = root.path().join("tiny");
     write_model(&model, &llama_config(4), &llama_tensors(4, DType::F32));
-    let prepare = PrepareConfig {
+    let config = ConvertConfig {
+        model: model.to_str().unwrap().to_owned(),
         quant_type,
-        is_quant_named: true,
-        ..prepare_config(&model, root.path().join("cache"))
+        out: root.path().join("out"),
+        blocks: None,
+        dtype: None,
+        cache_dir: root.path().join("cache"),
+        hub: HubConfig::default(),
     };
-    let out = root.path().join("out");
-    Site { root, config: ConvertConfig { prepare, blocks: None, out } }
+    Site { root, config }
 }
 
 impl Site {
@@ -41,7 +43,7 @@ impl Site {
             quant_type: asked.unwrap_or(QuantType::None),
             is_quant_named: asked.is_some(),
             cache_dir: self.root.path().join("other-cache"),
-            ..self.config.prepare.clone()
+            ..self.config.prepare()
         };
         let mut inspected = Inspected::new(&config).map_err(|error| error.to_string())?;
         inspected.make_ready(span, |_| Ok(())).map_err(|error| error.to_string())
@@ -62,7 +64,7 @@ fn a_converted_folder_holds_the_bytes_that_serving_the_original_makes() {
         let site = site(quant);
         let said = site.convert().unwrap();
         assert!(said.contains(&format!("blocks 0:4 of 4 of tiny in {quant}")), "{said}");
-        let mut original = Inspected::new(&site.config.prepare).unwrap();
+        let mut original = Inspected::new(&site.config.prepare()).unwrap();
         let original = original.make_ready(span(0, 4), |_| Ok(())).unwrap();
         let served = site.served(None, span(0, 4)).unwrap();
         assert_eq!(served.model, original.model);
@@ -108,7 +110,7 @@ fn another_format_and_blocks_that_are_not_there_are_refused() {
     site.config.out = site.root.path().join("more");
     assert!(site.convert().unwrap_err().contains("3:5"));
     // What is converted cannot be converted again.
-    site.config.prepare.model = site.root.path().join("out").to_str().unwrap().to_owned();
+    site.config.model = site.root.path().join("out").to_str().unwrap().to_owned();
     site.config.blocks = None;
     assert!(site.convert().unwrap_err().contains("converted already"));
 }
@@ -127,7 +129,7 @@ fn an_interrupted_run_is_taken_up_and_never_taken_for_a_model() {
     assert_eq!(site.files("out.partial"), left);
     let partial = PrepareConfig {
         model: site.root.path().join("out.partial").to_str().unwrap().to_owned(),
-        ..site.config.prepare.clone()
+        ..site.config.prepare()
     };
     assert!(Inspected::new(&partial).is_err(), "a folder half written is no model");
 

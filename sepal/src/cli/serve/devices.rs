@@ -5,30 +5,85 @@
 //! Petals has one group of all its `--tensor_parallel_devices`, and so has Sepal;
 //! `--tensor_parallel_size` makes several of the devices of `--device`, which Petals cannot.
 
-use shared::config::{Device, UuidPrefix};
+use clap::Args;
+use shared::config::{AutomaticDevices, Device, QuantType, ServeConfig, UuidPrefix};
 use shared::processor::{Processor, numbers, shown};
-use supervisor::placement::MAX_DEVICES;
+use supervisor::placement::{self, MAX_DEVICES};
 
-use crate::cli::values;
+/// Which devices, and what is computed on them.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DeviceArgs {
+    /// Devices, one worker each: cpu, cpu:N (a NUMA node), cuda:N in the order of the PCI bus,
+    /// cuda:GPU-UUID or the beginning of a UUID (nvidia-smi -L), or a list such as cuda:0,cuda:1
+    /// [default: every CUDA device that passes `sepal selftest --quick`, else one cpu:N for
+    /// each NUMA node, or cpu where there is one]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Devices of one kind that share every block, as one group (tensor parallelism), such as
+    /// cuda:0 cuda:1 or cpu:0 cpu:1
+    #[arg(long, num_args = 1.., value_name = "DEVICE", conflicts_with = "device")]
+    tensor_parallel_devices: Vec<String>,
+    /// Devices of a group that shares every block: cuts the devices of --device into groups, each of
+    /// which serves a part of the blocks [default: 1, each device serves blocks of its own]
+    #[arg(long, value_name = "N", conflicts_with = "tensor_parallel_devices", value_parser = clap::value_parser!(u32).range(1..=15))]
+    tensor_parallel_size: Option<u32>,
+    /// How matrices are stored: none, int8 or nf4 [default: nf4 on CUDA devices, none on the CPU]
+    #[arg(long, value_name = "TYPE")]
+    quant_type: Option<QuantType>,
+    /// Compute threads of each worker [default: the cores divided by the workers; hyper-threads of a core
+    /// count as one]
+    #[arg(long, value_name = "N")]
+    threads: Option<u32>,
+    /// CPUs on which workers of the processor compute, such as 0-7,16; as many threads as cores stay on
+    /// one core each [default: all but those much slower than others]
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    cpus: Option<String>,
+}
+
+impl DeviceArgs {
+    /// Fills in the devices and what depends on them.
+    ///
+    /// # Errors
+    /// A sentence about devices or CPUs that there are not, or that cannot be a group.
+    pub fn fill(self, serve: &mut ServeConfig) -> Result<(), String> {
+        let DeviceArgs { device, tensor_parallel_devices, threads, quant_type, .. } = &self;
+        let listed =
+            Devices::read(device.as_deref(), tensor_parallel_devices, self.tensor_parallel_size)?;
+        let Devices { named, uuids, world_size } = listed;
+        let (threads, quant_type) = (*threads, *quant_type);
+        serve.automatic = named.is_none().then_some(AutomaticDevices { threads, quant_type });
+        serve.devices = named.unwrap_or_else(|| vec![Device::Cpu]);
+        (serve.uuids, serve.world_size) = (uuids, world_size);
+        serve.worker.cpus = cpus(self.cpus.as_deref())?;
+        let processor = Processor::of_worker(&serve.worker.cpus);
+        check_nodes(&serve.devices, &processor)?;
+        serve.worker.threads = placement::threads(threads, &serve.devices, &processor);
+        let default = Device::default_quant_type(&serve.devices);
+        serve.prepare.quant_type = quant_type.unwrap_or(default);
+        serve.prepare.is_quant_named = quant_type.is_some();
+        Ok(())
+    }
+}
 
 /// Stands for a device that was named by UUID until its number is known.
 const UNNUMBERED: Device = Device::Cuda(u32::MAX);
 
 /// The devices that were named, and how many of them in a row are a group.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Devices {
+struct Devices {
     /// In the order of the flags; `None` if they are to be chosen.
-    pub named: Option<Vec<Device>>,
+    named: Option<Vec<Device>>,
     /// Which of them were named by UUID: their numbers are found out at the start.
-    pub uuids: Vec<(usize, UuidPrefix)>,
+    uuids: Vec<(usize, UuidPrefix)>,
     /// Devices of a group.
-    pub world_size: usize,
+    world_size: usize,
 }
 
 impl Devices {
     /// Reads `--device`, `--tensor_parallel_devices` and `--tensor_parallel_size`, of which the first
     /// two exclude each other.
-    pub fn read(
+    fn read(
         device: Option<&str>,
         tensor_parallel: &[String],
         size: Option<u32>,
@@ -100,7 +155,7 @@ fn serving(flag: &str, list: &str) -> Result<Listed, String> {
                 uuids.push((position, uuid.parse().map_err(invalid)?));
                 devices.push(UNNUMBERED);
             }
-            None => devices.push(values::device(name).map_err(invalid)?),
+            None => devices.push(name.parse().map_err(invalid)?),
         }
     }
     if devices.len() > MAX_DEVICES {
@@ -116,7 +171,7 @@ fn serving(flag: &str, list: &str) -> Result<Listed, String> {
 ///
 /// # Errors
 /// A sentence with the value and the CPUs that there are.
-pub fn cpus(list: Option<&str>) -> Result<Vec<u32>, String> {
+fn cpus(list: Option<&str>) -> Result<Vec<u32>, String> {
     list.map_or(Ok(Vec::new()), |list| cpus_of(list, &Processor::of_this_machine()))
 }
 
@@ -133,7 +188,7 @@ fn cpus_of(list: &str, machine: &Processor) -> Result<Vec<u32>, String> {
 }
 
 /// Refuses NUMA nodes without a core that may be used.
-pub fn check_nodes(devices: &[Device], processor: &Processor) -> Result<(), String> {
+fn check_nodes(devices: &[Device], processor: &Processor) -> Result<(), String> {
     let is_missing =
         |device: &&Device| matches!(device, Device::Node(_)) && processor.of(**device).is_empty();
     let Some(device) = devices.iter().find(is_missing) else {

@@ -1,96 +1,83 @@
-//! Flags of `serve` about peers: where to listen, whom to join, what to announce and when.
+//! Flags of `serve` that together, or with the swarm, decide settings of netd.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use shared::config::Compression;
+use shared::block::Span;
+use shared::config::values::{on_off, seconds, share, size_bytes};
+use shared::config::{NetdConfig, SpanChoice, Throughput};
 use shared::public_swarm;
 
-use crate::cli::values::{check_maddrs, on_off, seconds};
+use crate::cli::ports::PortArgs;
 
-#[derive(Debug, Args)]
-#[command(rename_all = "snake_case", next_help_heading = "Network")]
-pub struct NetworkArgs {
-    /// Peers to join through [default: those of the public swarm]
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR", conflicts_with = "new_swarm")]
-    pub(super) initial_peers: Vec<String>,
-    /// Start a new swarm
-    #[arg(long)]
-    pub(super) new_swarm: bool,
-    /// Listen on this port on all addresses [default: a free port]
-    #[arg(long, value_name = "PORT", conflicts_with = "host_maddrs")]
-    pub(super) port: Option<u16>,
-    /// Announce only this address; requires --port
-    #[arg(long, value_name = "IPV4", requires = "port", conflicts_with = "announce_maddrs")]
-    pub(super) public_ip: Option<std::net::Ipv4Addr>,
-    /// Addresses to listen on
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
-    pub(super) host_maddrs: Vec<String>,
-    /// Addresses to announce instead of those listened on
-    #[arg(long, num_args = 1.., value_name = "MULTIADDR")]
-    pub(super) announce_maddrs: Vec<String>,
-    /// Do not use relays of the swarm when peers cannot dial this server
-    #[arg(long)]
-    pub(super) no_auto_relay: bool,
-    /// File of the private key, which keeps the PeerID stable; created if missing
-    #[arg(long, value_name = "FILE")]
-    pub(super) identity_path: Option<PathBuf>,
-    /// Compression of answers and of requests to this server: NONE, MEANSTD_16BIT, FLOAT16,
-    /// QUANTILE_8BIT, UNIFORM_8BIT or BLOCKWISE_8BIT
-    #[arg(long, value_name = "NAME", default_value = "NONE")]
-    pub(super) compression: Compression,
-    /// Network rate in each direction in megabits per second [default: measured with other servers
-    /// and kept for a week; before that 100, or the speed of the link if lower]
-    #[arg(long, value_name = "MBPS")]
-    pub(super) network_mbps: Option<f64>,
-    /// Maximum of what this server sends to all its peers together, in megabits per second. It also
-    /// bounds the announced throughput, and the network is not measured [default: no limit]
-    #[arg(long, value_name = "MBPS")]
-    pub(super) max_upload_mbps: Option<f64>,
-    /// Maximum of what this server relays for peers that others cannot dial, all of them together, in
-    /// megabits per second on average; what was not used in the last ten seconds may go at once [default: a
-    /// quarter of the network rate]
-    #[arg(long, value_name = "MBPS")]
-    pub(super) relay_mbps: Option<f64>,
-    /// Measure the network with this service instead of servers of the swarm: a URL to download
-    /// from, and a second one to upload to if it differs
-    #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps")]
-    pub(super) network_test_url: Vec<String>,
-    /// Monitor that must reach this server before it goes ONLINE [default: health.petals.dev in the
-    /// public swarm, none elsewhere]
-    #[arg(long, value_name = "URL", value_parser = url)]
-    pub(super) reachability_monitor: Option<String>,
-    /// Skip the check by a monitor
-    #[arg(long)]
-    pub(super) skip_reachability_check: bool,
-    /// Do not ask the router to forward the port (UPnP)
-    #[arg(long)]
-    pub(super) no_upnp: bool,
-    /// Whether peers may have this server dial addresses of private nets and of this machine: on or
-    /// off [default: on, in the public swarm off]
-    #[arg(long, value_name = "on|off", value_parser = on_off)]
-    pub(super) dial_private_nets: Option<bool>,
-    /// Timeout for listening and reaching a first peer, and for its answer, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    pub(super) daemon_startup_timeout: Duration,
-    /// Time between two announcements, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
-    pub(super) update_period: Duration,
-    /// Lifetime of an announcement, in seconds [default: twice the period, at least 3]
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    pub(super) expiration: Option<Duration>,
-    /// Move to other blocks when the throughput of the swarm's weakest block is below this share of
-    /// what a better placement allows; 0 disables moves
-    #[arg(long, value_name = "QUALITY", default_value = "0.75", value_parser = quality)]
-    pub(super) balance_quality: f64,
-    /// Mean time between two evaluations of the placement, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    pub(super) mean_balance_check_period: Duration,
-}
+/// Most of the KV cache for one client of the public swarm: its clients are strangers to each other.
+const PUBLIC_KV_SHARE: f64 = 0.5;
 
 /// The monitor of the public swarm (`petals/constants.py`, `REACHABILITY_API_URL`).
 const PUBLIC_MONITOR: &str = "https://health.petals.dev";
+
+/// Which blocks.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SpanArgs {
+    /// Serve this many consecutive blocks, chosen by what the swarm lacks [default: as many as fit
+    /// in memory]
+    #[arg(long, value_name = "N", conflicts_with = "block_indices", value_parser = clap::value_parser!(u32).range(1..))]
+    num_blocks: Option<u32>,
+    /// Serve exactly these blocks and never move
+    #[arg(long, value_name = "START:END")]
+    block_indices: Option<Span>,
+}
+
+impl SpanArgs {
+    /// What they say.
+    pub fn choice(&self) -> SpanChoice {
+        match (self.block_indices, self.num_blocks) {
+            (Some(span), _) => SpanChoice::Fixed(span),
+            (None, Some(count)) => SpanChoice::Count(count),
+            (None, None) => SpanChoice::All,
+        }
+    }
+}
+
+/// Flags whose settings depend on others.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case", next_help_heading = "Network")]
+pub struct NetworkArgs {
+    /// Start a new swarm
+    #[arg(long)]
+    new_swarm: bool,
+    #[command(flatten)]
+    ports: PortArgs,
+    /// Measure the network with this service instead of servers of the swarm: a URL to download
+    /// from, and a second one to upload to if it differs
+    #[arg(long, num_args = 1..=2, value_name = "URL", conflicts_with = "network_mbps", value_parser = url)]
+    network_test_url: Vec<String>,
+    /// Monitor that must reach this server before it goes ONLINE [default: health.petals.dev in the
+    /// public swarm, none elsewhere]
+    #[arg(long, value_name = "URL", value_parser = url)]
+    reachability_monitor: Option<String>,
+    /// Skip the check by a monitor
+    #[arg(long)]
+    skip_reachability_check: bool,
+    /// Whether peers may have this server dial addresses of private nets and of this machine: on or
+    /// off [default: on, in the public swarm off]
+    #[arg(long, value_name = "on|off", value_parser = on_off)]
+    dial_private_nets: Option<bool>,
+    /// Lifetime of an announcement, in seconds [default: twice the period, at least 3]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    expiration: Option<Duration>,
+    /// Maximum share of the KV cache for all sessions of one client, above 0 and at most 1. While
+    /// other clients wait, a client above its fair share gets no more [default: 1, in the public
+    /// swarm 0.5]
+    #[arg(long, value_name = "SHARE", value_parser = share, help_heading = "Limits")]
+    max_kv_share: Option<f64>,
+    /// Memory for requests of all peers together; one IP net may hold half, one peer a quarter, and
+    /// more wait unread. The largest request always fits [default: an eighth of the free memory, at
+    /// least 256MiB, at most 8GiB]
+    #[arg(long, value_name = "SIZE", value_parser = size_bytes, help_heading = "Limits")]
+    request_memory: Option<u64>,
+}
 
 /// An address of a web service.
 fn url(text: &str) -> Result<String, String> {
@@ -103,102 +90,44 @@ fn url(text: &str) -> Result<String, String> {
     }
 }
 
-/// What `--balance_quality` may be.
-fn quality(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(quality) if quality.is_finite() && quality >= 0.0 => Ok(quality),
-        _ => Err("expected a number of at least 0, such as 0.75".to_owned()),
-    }
-}
-
-/// Where to listen, what to announce, and whom to join; checked.
-#[derive(Debug)]
-pub struct Addresses {
-    /// Multiaddrs to listen on.
-    pub host_maddrs: Vec<String>,
-    /// Multiaddrs to announce in place of those.
-    pub announce_maddrs: Vec<String>,
-    /// Whom to join; nobody = a new swarm.
-    pub initial_peers: Vec<String>,
-}
-
 impl NetworkArgs {
-    /// `run_server.py`: `--port` and `--public_ip` are short for multiaddrs.
-    pub fn addresses(&mut self) -> Result<Addresses, String> {
-        let announce_maddrs = std::mem::take(&mut self.announce_maddrs);
-        let (host_maddrs, announce_maddrs) = addresses(
-            self.port,
-            self.public_ip,
-            std::mem::take(&mut self.host_maddrs),
-            announce_maddrs,
-        )?;
-        let initial_peers = match (self.new_swarm, std::mem::take(&mut self.initial_peers)) {
-            (true, _) => Vec::new(),
-            (false, peers) if peers.is_empty() => {
-                public_swarm::INITIAL_PEERS.map(str::to_owned).to_vec()
-            }
-            (false, peers) => peers,
-        };
-        check_maddrs("--initial_peers", &initial_peers)?;
-        Ok(Addresses { host_maddrs, announce_maddrs, initial_peers })
-    }
-
-    /// Whom to ask whether this server can be reached: the public swarm's monitor if it joins that,
-    /// and then and elsewhere whom the operator names (`server.py`,
-    /// `should_validate_reachability`).
-    pub fn monitor(&self, initial_peers: &[String]) -> Option<String> {
-        let public =
-            public_swarm::is_entered_through(initial_peers).then(|| PUBLIC_MONITOR.to_owned());
-        let asked = self.reachability_monitor.clone().or(public);
-        asked.filter(|_| !self.skip_reachability_check)
-    }
-
-    /// The service to measure the network with, download first.
+    /// Fills in what these flags and the swarm decide.
     ///
     /// # Errors
-    /// For what is no address.
-    pub fn network_test(&self) -> Result<Option<(String, String)>, String> {
-        let checked = |text: &String| {
-            url(text).map_err(|why| format!("invalid --network_test_url {text:?}: {why}"))
-        };
-        let urls: Vec<String> =
-            self.network_test_url.iter().map(checked).collect::<Result<_, _>>()?;
-        Ok(match &urls[..] {
+    /// A sentence, for flags that do not go together.
+    pub fn fill(self, netd: &mut NetdConfig) -> Result<(), String> {
+        self.ports.fill(&mut netd.host_maddrs, &mut netd.announce_maddrs)?;
+        let asked_for_peers = !netd.initial_peers.is_empty();
+        if !self.new_swarm && !asked_for_peers {
+            netd.initial_peers = public_swarm::INITIAL_PEERS.map(str::to_owned).to_vec();
+        }
+        let is_public = public_swarm::is_entered_through(&netd.initial_peers);
+        // The public swarm's monitor if it joins that, and then and elsewhere whom the operator names
+        // (`server.py`, `should_validate_reachability`).
+        let public = is_public.then(|| PUBLIC_MONITOR.to_owned());
+        netd.monitor =
+            self.reachability_monitor.or(public).filter(|_| !self.skip_reachability_check);
+        // Strangers of the public swarm have no business on private nets.
+        netd.dials_private_nets = self.dial_private_nets.unwrap_or(!is_public);
+        netd.max_kv_share =
+            self.max_kv_share.unwrap_or(if is_public { PUBLIC_KV_SHARE } else { 1.0 });
+        netd.request_memory = self.request_memory.unwrap_or(0);
+        netd.network_test = match self.network_test_url.as_slice() {
             [] => None,
             [one] => Some((one.clone(), one.clone())),
             [download, upload, ..] => Some((download.clone(), upload.clone())),
-        })
-    }
-
-    /// How long an announcement holds (`petals/server/server.py`: twice the period, at least 3 s).
-    pub fn expiration(&self) -> Duration {
-        let twice = (2 * self.update_period).max(Duration::from_secs(3));
-        self.expiration.unwrap_or(twice)
-    }
-}
-
-/// Where to listen and what to announce (`run_server.py`: `--port` and `--public_ip` are short for
-/// multiaddrs).
-pub(in crate::cli) fn addresses(
-    port: Option<u16>,
-    public_ip: Option<std::net::Ipv4Addr>,
-    host_maddrs: Vec<String>,
-    announce_maddrs: Vec<String>,
-) -> Result<(Vec<String>, Vec<String>), String> {
-    check_maddrs("--host_maddrs", &host_maddrs)?;
-    check_maddrs("--announce_maddrs", &announce_maddrs)?;
-    let port = port.unwrap_or(0);
-    let hosts = match host_maddrs {
-        hosts if hosts.is_empty() => {
-            vec![format!("/ip4/0.0.0.0/tcp/{port}"), format!("/ip6/::/tcp/{port}")]
+        };
+        // `petals/server/server.py`: twice the period, at least 3 s.
+        let twice = (2 * netd.update_period).max(Duration::from_secs(3));
+        netd.expiration = self.expiration.unwrap_or(twice);
+        if netd.throughput == Throughput::DryRun {
+            // Nobody is to see a server that ends in a moment. Peers that were named help to measure
+            // the network.
+            netd.host_maddrs = vec!["/ip4/127.0.0.1/tcp/0".to_owned()];
+            if !asked_for_peers {
+                netd.initial_peers = Vec::new();
+            }
         }
-        hosts => hosts,
-    };
-    match public_ip {
-        Some(ip) if port == 0 => {
-            Err(format!("--public_ip {ip} requires --port with the port that leads to this server"))
-        }
-        Some(ip) => Ok((hosts, vec![format!("/ip4/{ip}/tcp/{port}")])),
-        None => Ok((hosts, announce_maddrs)),
+        Ok(())
     }
 }

@@ -81,7 +81,7 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
             [("serve m", "max_upload_mbps"), ("serve m", "relay_mbps"), ("dht", "relay_mbps")]
         {
             let error = run(&format!("{command} --{flag}={bad}"), &[]).unwrap_err();
-            assert!(error.contains(&format!("invalid --{flag}")), "{bad}: {error}");
+            assert!(error.contains(&format!("for '--{flag} <MBPS>'")), "{bad}: {error}");
         }
     }
 

@@ -1,22 +1,7 @@
-//! What `sepal doctor` asks of the network and what it learns there. The supervisor judges; netd's
-//! crate observes, because it alone speaks with peers and services.
-
-use std::path::Path;
+//! What is asked of the network, and what is learned there.
 
 use serde::{Deserialize, Serialize};
-
-use crate::config::{HubConfig, NetdConfig};
-
-/// How the network is observed. Each function waits; each has a limit of its own.
-#[derive(Clone, Copy, Debug)]
-pub struct Observers {
-    /// Starts a node of its own with a fresh identity, joins the swarm and asks peers.
-    pub swarm: fn(&NetdConfig) -> Result<SwarmFacts, String>,
-    /// Asks the Hub about itself, the token and the model.
-    pub hub: fn(&HubQuestion) -> Result<HubFacts, String>,
-    /// The PeerID of an identity file; `None` if there is no such file.
-    pub peer_id: fn(&Path) -> Result<Option<String>, String>,
-}
+use shared::config::HubConfig;
 
 /// What a node found in the swarm.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
