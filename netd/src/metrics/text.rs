@@ -143,7 +143,7 @@ mod tests {
         let pages = Pages::new(telemetry, service);
         let text = pages.metrics().unwrap();
         let page = pages.sources.page();
-        assert!(page.families().len() > 50, "{text}");
+        assert!(page.families().len() > 40, "{text}");
         for Family { metric: Metric { name, unit, .. }, .. } in page.families() {
             let name = [name, unit].into_iter().filter(|part| !part.is_empty());
             let name = name.copied().collect::<Vec<_>>().join("_");

@@ -53,7 +53,7 @@ macro_rules! export {
     };
     (
         $page:ident, $of:expr, $help:expr,
-        $kind:ident($name:literal $(, $unit:literal)? $(; $label:ident = $value:literal)?)
+        $kind:ident($name:literal $(, $unit:literal)? $(; $label:ident = $value:expr)?)
     ) => {{
         let (kind, unit) = ($crate::figures::MetricKind::$kind, concat!($($unit)?));
         let labels = [$((stringify!($label), $value.to_owned()))?];

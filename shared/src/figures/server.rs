@@ -20,7 +20,7 @@ page::figures! {
         /// When this server was started, since 1970.
         pub started_unix_s: u64 => Gauge("sepal_start_time", "seconds"),
         /// The build of this server; always 1.
-        pub build: Version => Gauge("sepal_build_info"),
+        pub build: bool => Gauge("sepal_build_info"; version = env!("CARGO_PKG_VERSION")),
         /// Processes that were started again.
         pub restarts: Vec<RestartCount> => Counter("sepal_restarts"),
         /// Each worker that has a seat.
@@ -131,17 +131,5 @@ pub struct Micros(pub u64);
 impl Samples for Micros {
     fn samples(&self, labels: &mut Vec<LabelPair>, samples: &mut Vec<Sample>) {
         (self.0 as f64 / 1e6).samples(labels, samples);
-    }
-}
-
-/// The version of this build.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Version;
-
-impl Samples for Version {
-    fn samples(&self, labels: &mut Vec<LabelPair>, samples: &mut Vec<Sample>) {
-        labels.push(("version", env!("CARGO_PKG_VERSION").to_owned()));
-        true.samples(labels, samples);
-        labels.pop();
     }
 }
