@@ -36,7 +36,7 @@ pub(super) struct LastFigures(Mutex<Last>);
 struct Last {
     /// Of the netd that wrote them.
     generation: Generation,
-    figures: Option<Figures>,
+    figures: Figures,
     /// Whether what came after them could not be read, which is said once.
     is_failing: bool,
 }
@@ -46,25 +46,22 @@ impl BoardView {
     pub(super) fn figures_of(&self, children: &[ChildSnapshot]) -> Option<Figures> {
         let is_netd = |child: &&ChildSnapshot| child.role == Some(Role::Netd);
         let netd = children.iter().find(is_netd).filter(|netd| netd.state.is_running())?;
-        self.last.update(netd.generation, self.read_figures())
+        Some(self.last.update(netd.generation, self.read_figures()))
     }
 
-    fn read_figures(&self) -> Result<Option<Figures>, NoFigures> {
+    /// Nothing was counted before netd shows anything.
+    fn read_figures(&self) -> Result<Figures, NoFigures> {
         let bytes = self.layout().figures.read()?;
         match bytes.is_empty() {
-            true => Ok(None),
-            false => Ok(Some(Figures::decode(&bytes)?)),
+            true => Ok(Figures::default()),
+            false => Ok(Figures::decode(&bytes)?),
         }
     }
 }
 
 impl LastFigures {
     /// The figures of the netd of this generation, after this came of reading them.
-    fn update(
-        &self,
-        generation: Generation,
-        read: Result<Option<Figures>, NoFigures>,
-    ) -> Option<Figures> {
+    fn update(&self, generation: Generation, read: Result<Figures, NoFigures>) -> Figures {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if last.generation != generation {
             *last = Last { generation, ..Last::default() };

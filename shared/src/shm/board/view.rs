@@ -107,7 +107,7 @@ impl BoardView {
         slots.filter_map(|slot| self.child_snapshot(slot)).collect()
     }
 
-    /// What netd shows while it runs; `None` while it does not, or has not shown anything yet.
+    /// What netd shows; `None` while it does not run.
     pub fn figures(&self) -> Option<Figures> {
         self.figures_of(&self.children())
     }
