@@ -67,7 +67,7 @@ impl Model {
         // The same last tokens as a decode step have the same bits.
         let mut output = vec![0.0; len];
         cuda.download(&states, &mut output).unwrap();
-        let last = rows_of(&tables, &(self.tokens - 1..self.tokens));
+        let last = rows(1, self.tokens - 1);
         let row = self.tokens * spec.hidden;
         let tokens = |values: &[f32]| cut_out(values, row, row - spec.hidden..row);
         let mut step = upload(cuda, &tokens(&self.given["input"]));
