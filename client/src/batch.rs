@@ -14,10 +14,10 @@ use std::time::Duration;
 use futures::future::join_all;
 use p2p::PeerId;
 
-use crate::calls::Caller;
+use crate::calls::ModelCaller;
 pub use crate::calls::PassError;
 use crate::states::{Hidden, Prompts};
-use crate::swarm::{Purpose, Swarm, SwarmError};
+use crate::swarm::{RoutePurpose, Swarm, SwarmError};
 use swarm::routing::Leg;
 
 /// Tokens of one piece, unless one sequence is longer (`MAX_TOKENS_IN_BATCH`).
@@ -62,7 +62,7 @@ pub enum BatchError {
 /// What a backward pass needs of a forward pass.
 #[derive(Clone, Debug)]
 pub struct SavedActivations {
-    pieces: Vec<Piece>,
+    pieces: Vec<Subbatch>,
     shape: [usize; 3],
 }
 
@@ -76,7 +76,7 @@ impl SavedActivations {
 
 /// Gradients of a batch.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Gradients {
+pub struct BatchGradients {
     /// Of the inputs.
     pub inputs: Hidden,
     /// Of the deep prompts, if there were any.
@@ -113,12 +113,12 @@ pub async fn forward_kept(
         async move {
             let (output, done) =
                 way.forward(blocks.clone(), input, prompts.as_ref(), blocks.start).await?;
-            Ok((output, Piece { first: blocks.start, prompts, done }))
+            Ok((output, Subbatch { first: blocks.start, prompts, done }))
         }
     });
-    let done: Result<Vec<(Hidden, Piece)>, BatchError> =
+    let done: Result<Vec<(Hidden, Subbatch)>, BatchError> =
         join_all(passes).await.into_iter().collect();
-    let (outputs, pieces): (Vec<Hidden>, Vec<Piece>) = done?.into_iter().unzip();
+    let (outputs, pieces): (Vec<Hidden>, Vec<Subbatch>) = done?.into_iter().unzip();
     let shape = input.shape();
     let output = Hidden::join_rows(&outputs).ok_or_else(|| shape_error(input))?;
     Ok((output, SavedActivations { pieces, shape }))
@@ -132,7 +132,7 @@ pub async fn backward(
     swarm: &Swarm,
     kept: &SavedActivations,
     gradient: &Hidden,
-) -> Result<Gradients, BatchError> {
+) -> Result<BatchGradients, BatchError> {
     if !gradient.is_whole() || gradient.shape() != kept.shape {
         return Err(BatchError::Mismatch {
             what: "gradients",
@@ -153,7 +153,7 @@ pub async fn backward(
     let done: Result<Vec<_>, BatchError> = join_all(passes).await.into_iter().collect();
     let (inputs, prompts): (Vec<Hidden>, Vec<Option<Prompts>>) = done?.into_iter().unzip();
     let prompts: Option<Vec<Prompts>> = prompts.into_iter().collect();
-    Ok(Gradients {
+    Ok(BatchGradients {
         inputs: Hidden::join_rows(&inputs).ok_or_else(|| shape_error(gradient))?,
         prompts: prompts.and_then(|parts| Prompts::join_rows(&parts)),
     })
@@ -168,7 +168,7 @@ struct Done {
 
 /// Sequences that go one way.
 #[derive(Clone, Debug)]
-struct Piece {
+struct Subbatch {
     /// The first block, which is that of the first prompts.
     first: u32,
     prompts: Option<Prompts>,
@@ -178,12 +178,12 @@ struct Piece {
 /// The swarm as pieces share it.
 struct Way {
     swarm: Swarm,
-    caller: Caller,
+    caller: ModelCaller,
 }
 
 impl Way {
     fn new(swarm: &Swarm) -> Way {
-        let caller = Caller { p2p: swarm.p2p().clone(), prefix: swarm.prefix().to_owned() };
+        let caller = ModelCaller { p2p: swarm.p2p().clone(), prefix: swarm.prefix().to_owned() };
         Way { swarm: swarm.clone(), caller }
     }
 
@@ -225,7 +225,7 @@ impl Way {
     /// Takes the gradient of what came out of `piece` back to what went in.
     async fn backward(
         &self,
-        mut piece: Piece,
+        mut piece: Subbatch,
         mut gradient: Hidden,
     ) -> Result<(Hidden, Option<Prompts>), BatchError> {
         let (prompts, first) = (piece.prompts.as_ref(), piece.first);
@@ -256,7 +256,7 @@ impl Way {
 
     async fn route(&self, blocks: Range<u32>) -> Result<VecDeque<Leg<PeerId>>, BatchError> {
         let draw = rand::random();
-        let purpose = Purpose::Batch { draw };
+        let purpose = RoutePurpose::Batch { draw };
         Ok(self.swarm.route(blocks, purpose).await?.into())
     }
 

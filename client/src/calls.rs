@@ -47,12 +47,12 @@ pub enum PassError {
 
 /// The model's servers as one client calls them.
 #[derive(Clone)]
-pub(crate) struct Caller {
+pub(crate) struct ModelCaller {
     pub(crate) p2p: P2p,
     pub(crate) prefix: String,
 }
 
-impl Caller {
+impl ModelCaller {
     /// Runs `inputs` through the blocks of `leg`, with the prompts of these blocks.
     pub(crate) async fn forward(
         &self,

@@ -11,7 +11,7 @@ use swarm::wire::metadata::NextServer;
 use crate::history::History;
 use crate::session::{ServerSession, SessionError, StepInput, StepTiming};
 use crate::states::{Hidden, Prompts};
-use crate::swarm::{Purpose, Swarm, SwarmError};
+use crate::swarm::{RoutePurpose, Swarm, SwarmError};
 
 /// Failures of servers that one step survives.
 const MAX_FAILURES_PER_STEP: usize = 12;
@@ -70,7 +70,7 @@ pub enum ChainError {
 
 /// One step of a session.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Step {
+pub struct ChainStep {
     /// Hidden states; all steps of a session have as many rows.
     pub hidden: Hidden,
     /// Which row each row goes on from (beam search); `None` for the same.
@@ -79,14 +79,14 @@ pub struct Step {
     pub prompts: Option<Prompts>,
 }
 
-impl From<Hidden> for Step {
-    fn from(hidden: Hidden) -> Step {
-        Step { hidden, hypo_ids: None, prompts: None }
+impl From<Hidden> for ChainStep {
+    fn from(hidden: Hidden) -> ChainStep {
+        ChainStep { hidden, hypo_ids: None, prompts: None }
     }
 }
 
 /// One server of the chain with all it was ever sent.
-struct Link {
+struct ChainLink {
     session: ServerSession,
     history: History,
     /// Whether its server takes tokens back.
@@ -98,7 +98,7 @@ struct Link {
 /// A session over a chain of servers.
 pub struct Chain {
     swarm: Swarm,
-    links: Vec<Link>,
+    links: Vec<ChainLink>,
     max_length: u32,
     position: u32,
     /// Deep prompts of the first tokens, and which row of theirs each row has now.
@@ -192,12 +192,12 @@ impl Chain {
     /// blocks. After an error of the servers the session is of no use.
     pub fn step(
         &mut self,
-        step: impl Into<Step>,
+        step: impl Into<ChainStep>,
     ) -> BoxFuture<'_, Result<(Hidden, StepTiming), ChainError>> {
         Box::pin(self.run(step.into()))
     }
 
-    async fn run(&mut self, step: Step) -> Result<(Hidden, StepTiming), ChainError> {
+    async fn run(&mut self, step: ChainStep) -> Result<(Hidden, StepTiming), ChainError> {
         let order = self.check(&step)?;
         let tokens = step.hidden.tokens;
         let after = u64::from(self.position) + tokens as u64;
@@ -288,12 +288,12 @@ impl Chain {
     /// them: each computes a step before this client has brought it there.
     fn next_servers(&self, at: usize) -> Vec<NextServer> {
         let behind = self.links.iter().skip(at + 1);
-        let holds_all = |link: &&Link| link.session.position() > 0 && !link.is_stale;
+        let holds_all = |link: &&ChainLink| link.session.position() > 0 && !link.is_stale;
         behind.take_while(holds_all).map(|link| link.session.address()).collect()
     }
 
     /// Checks a step, and returns its order of rows.
-    fn check(&self, step: &Step) -> Result<Option<Vec<usize>>, ChainError> {
+    fn check(&self, step: &ChainStep) -> Result<Option<Vec<usize>>, ChainError> {
         let hidden = &step.hidden;
         let after = u64::from(self.position) + hidden.tokens as u64;
         if after > u64::from(self.max_length) {
@@ -367,19 +367,19 @@ impl Chain {
         }
     }
 
-    fn link(&self, session: ServerSession) -> Link {
+    fn link(&self, session: ServerSession) -> ChainLink {
         let rolls_back = self.swarm.rolls_back(&session.leg().peer);
-        Link { session, history: History::default(), rolls_back, is_stale: false }
+        ChainLink { session, history: History::default(), rolls_back, is_stale: false }
     }
 
     /// Opens sessions along the best route through `blocks`; servers that cannot be reached are
     /// banned and routed around.
-    async fn connect(&mut self, blocks: std::ops::Range<u32>) -> Result<Vec<Link>, ChainError> {
+    async fn connect(&mut self, blocks: std::ops::Range<u32>) -> Result<Vec<ChainLink>, ChainError> {
         let mut failures = 0;
         loop {
             let mut links = Vec::new();
             let mut failed = None;
-            let purpose = Purpose::Session { max_length: self.max_length };
+            let purpose = RoutePurpose::Session { max_length: self.max_length };
             for leg in self.swarm.route(blocks.clone(), purpose).await? {
                 match ServerSession::open(
                     self.swarm.p2p(),

@@ -40,7 +40,7 @@ pub enum LocalModelError {
 }
 
 /// A matrix of the checkpoint, row-major.
-pub(crate) struct Matrix {
+pub(crate) struct CheckpointMatrix {
     /// Type of the elements.
     pub dtype: DType,
     pub rows: usize,
@@ -50,9 +50,9 @@ pub(crate) struct Matrix {
     pub bytes: Vec<u8>,
 }
 
-impl Matrix {
+impl CheckpointMatrix {
     /// The same numbers in `dtype`, rounded to nearest even.
-    pub fn cast(self, dtype: Option<DType>) -> Matrix {
+    pub fn cast(self, dtype: Option<DType>) -> CheckpointMatrix {
         let is_other = |dtype: &DType| *dtype != self.dtype && self.quant == QuantType::None;
         let Some(dtype) = dtype.filter(is_other) else {
             return self;
@@ -64,23 +64,23 @@ impl Matrix {
             kernels::ops::convert::to_f32(self.dtype, row, &mut values);
             kernels::ops::convert::from_f32(dtype, &values, out);
         }
-        Matrix { dtype, bytes, ..self }
+        CheckpointMatrix { dtype, bytes, ..self }
     }
 
     /// The same numbers rounded to `quant`; `None` if that is no other form.
-    pub fn quantize(&self, quant: QuantType) -> Option<Matrix> {
+    pub fn quantize(&self, quant: QuantType) -> Option<CheckpointMatrix> {
         let values = || kernels::ops::convert::to_vec(self.dtype, &self.bytes);
         let bytes = match (self.quant, quant) {
             (QuantType::None, QuantType::Int8) => int8::encode(&values(), self.columns),
             (QuantType::None, QuantType::Nf4) => nf4::encode(&values()),
             _ => return None,
         };
-        Some(Matrix { quant, bytes, ..*self })
+        Some(CheckpointMatrix { quant, bytes, ..*self })
     }
 
     /// To be computed with.
     pub fn view(&self) -> Result<WeightView<'_>, String> {
-        let Matrix { dtype, rows, columns, quant, ref bytes } = *self;
+        let CheckpointMatrix { dtype, rows, columns, quant, ref bytes } = *self;
         WeightView::quantized(quant, dtype, rows, columns, bytes).map_err(|error| error.to_string())
     }
 }
@@ -157,21 +157,21 @@ impl Checkpoint {
         &self,
         names: &[&str],
         [rows, columns]: [usize; 2],
-    ) -> Result<Matrix, LocalModelError> {
+    ) -> Result<CheckpointMatrix, LocalModelError> {
         let (dtype, bytes) = self.tensor(names, &[rows, columns])?;
-        Ok(Matrix { dtype, rows, columns, quant: QuantType::None, bytes })
+        Ok(CheckpointMatrix { dtype, rows, columns, quant: QuantType::None, bytes })
     }
 
     /// The tensor of a block; a vector is a matrix of one row. Files of the part of a model without its head
     /// leave out the first word of its name (`h.0` for `transformer.h.0`), as `prepare` knows.
-    pub fn block_tensor(&self, name: &str, shape: &[usize]) -> Result<Matrix, LocalModelError> {
+    pub fn block_tensor(&self, name: &str, shape: &[usize]) -> Result<CheckpointMatrix, LocalModelError> {
         const PARTS: [&str; 2] = ["transformer.", "model."];
         let bare = PARTS.iter().find_map(|part| name.strip_prefix(part)).unwrap_or(name);
         let others = PARTS.map(|part| format!("{part}{bare}"));
         let (dtype, bytes) = self.tensor(&[name, bare, &others[0], &others[1]], shape)?;
         let columns = shape.last().copied().unwrap_or_default();
         let rows = shape.iter().rev().skip(1).product();
-        Ok(Matrix { dtype, rows, columns, quant: QuantType::None, bytes })
+        Ok(CheckpointMatrix { dtype, rows, columns, quant: QuantType::None, bytes })
     }
 
     /// The vector under the first of `names` that is there, as f32.

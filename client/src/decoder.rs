@@ -10,7 +10,7 @@ use crate::drafts::Drafts;
 use crate::grammar::{Grammar, GrammarError};
 use crate::head::Head;
 use crate::local::LocalModelError;
-use crate::report::Report;
+use crate::report::GenerationReport;
 use crate::sampling::Sampler;
 use crate::states::Hidden;
 
@@ -106,7 +106,7 @@ pub struct Decoder {
     text: Vec<u32>,
     most: usize,
     is_over: bool,
-    report: Report,
+    report: GenerationReport,
     began: Instant,
 }
 
@@ -115,7 +115,7 @@ impl Decoder {
     pub fn new(chain: Chain, head: Head, mut sampler: Sampler, task: Continuation) -> Decoder {
         sampler.hear(&task.prompt);
         let most = task.max_new_tokens as usize;
-        let report = Report { prompt_tokens: task.prompt.len(), ..Report::default() };
+        let report = GenerationReport { prompt_tokens: task.prompt.len(), ..GenerationReport::default() };
         Decoder {
             chain,
             head,
@@ -208,7 +208,7 @@ impl Decoder {
 
     /// The session, the tokens that it holds, and what was done. The text may have been ended before
     /// all that was chosen.
-    pub fn finish(mut self) -> (Chain, Vec<u32>, Report) {
+    pub fn finish(mut self) -> (Chain, Vec<u32>, GenerationReport) {
         self.report.elapsed = self.began.elapsed();
         self.report.legs = self.chain.legs().collect();
         self.text.truncate(self.chain.position() as usize);

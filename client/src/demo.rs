@@ -25,7 +25,7 @@ use tokio::sync::watch;
 
 use crate::config::{ClientConfig, LocalConfig, SamplingConfig};
 use crate::generate::{GenerateConfig, GenerateError, generate};
-use crate::report::Report;
+use crate::report::GenerationReport;
 
 /// Settings of `sepal demo`.
 #[derive(Clone, Debug, PartialEq, Args)]
@@ -115,17 +115,17 @@ impl Interrupt {
 }
 
 /// The servers, told to end together when dropped.
-struct Servers(Vec<Server>);
+struct Servers(Vec<DemoServer>);
 
 impl Drop for Servers {
     fn drop(&mut self) {
-        self.0.iter_mut().for_each(Server::terminate);
+        self.0.iter_mut().for_each(DemoServer::terminate);
     }
 }
 
 /// A `sepal serve` process, ended when dropped. It is in a process group of its own: Ctrl-C reaches
 /// the demo alone, which tells it.
-struct Server {
+struct DemoServer {
     child: Child,
     addr: String,
     runtime_dir: std::path::PathBuf,
@@ -142,14 +142,14 @@ struct Online {
     addrs: String,
 }
 
-impl Server {
+impl DemoServer {
     fn start(
         folder: &Path,
         number: usize,
         span: &str,
-        first: Option<&Server>,
+        first: Option<&DemoServer>,
         interrupt: &Interrupt,
-    ) -> Result<Server, DemoError> {
+    ) -> Result<DemoServer, DemoError> {
         let runtime_dir = folder.join(format!("run{number}"));
         let mut command = Command::new("/proc/self/exe");
         command
@@ -180,7 +180,7 @@ impl Server {
         if let Some(stderr) = child.stderr.take() {
             std::thread::spawn(move || read_log(stderr, &lines));
         }
-        let mut server = Server { child, addr: String::new(), runtime_dir, told: false, log };
+        let mut server = DemoServer { child, addr: String::new(), runtime_dir, told: false, log };
         server.addr = server.wait_online(interrupt)?;
         Ok(server)
     }
@@ -232,7 +232,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for DemoServer {
     fn drop(&mut self) {
         self.terminate();
         let end = Instant::now() + STOP_TIMEOUT;
@@ -335,7 +335,7 @@ fn start(folder: &Path, interrupt: &Interrupt, out: &mut impl Write) -> Result<S
     out.flush()?;
     let mut servers = Servers(Vec::new());
     for (number, span) in (1..).zip(SPANS) {
-        let server = Server::start(folder, number, span, servers.0.first(), interrupt)?;
+        let server = DemoServer::start(folder, number, span, servers.0.first(), interrupt)?;
         servers.0.push(server);
     }
     writeln!(out, "both are ONLINE after {:.1} s\n", began.elapsed().as_secs_f64())?;
@@ -343,7 +343,7 @@ fn start(folder: &Path, interrupt: &Interrupt, out: &mut impl Write) -> Result<S
     Ok(servers)
 }
 
-fn print_invitation(out: &mut impl Write, first: &Server, model: &Path) -> std::io::Result<()> {
+fn print_invitation(out: &mut impl Write, first: &DemoServer, model: &Path) -> std::io::Result<()> {
     writeln!(out, "\nThe swarm stays until Ctrl-C. Another shell can use it:")?;
     writeln!(
         out,
@@ -356,8 +356,8 @@ fn print_invitation(out: &mut impl Write, first: &Server, model: &Path) -> std::
 
 fn print_report(
     out: &mut impl Write,
-    report: &Report,
-    servers: &[Server],
+    report: &GenerationReport,
+    servers: &[DemoServer],
 ) -> Result<(), DemoError> {
     writeln!(out, "\n\nwhat ran (from the boards of the servers):")?;
     for server in servers {

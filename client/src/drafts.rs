@@ -7,7 +7,7 @@ mod model;
 
 pub use model::{DraftError, DraftModel};
 
-use model::Reader;
+use model::DraftReader;
 
 /// Longest run of last tokens that is looked for.
 const LONGEST_MATCH: usize = 3;
@@ -19,7 +19,7 @@ const WINDOW: usize = 16 << 10;
 pub struct Drafts {
     most: usize,
     now: usize,
-    model: Option<Reader>,
+    model: Option<DraftReader>,
 }
 
 impl Drafts {

@@ -15,7 +15,7 @@ use crate::chain::{Chain, ChainError};
 use crate::config::{ClientConfig, SamplingConfig};
 use crate::decoder::{Continuation, Decoder};
 use crate::generation::{Generation, GenerationError};
-use crate::report::Report;
+use crate::report::GenerationReport;
 use crate::sampling::Sampler;
 use crate::swarm::{Swarm, SwarmConfig, SwarmError};
 use crate::text_model::{TextModel, TextModelError};
@@ -94,7 +94,7 @@ impl GenerateError {
 pub fn generate<'a>(
     config: &'a GenerateConfig,
     on_text: &'a mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
-) -> BoxFuture<'a, Result<Report, GenerateError>> {
+) -> BoxFuture<'a, Result<GenerationReport, GenerateError>> {
     Box::pin(async move {
         let client = &config.client;
         let model = TextModel::load(&config.model, client.draft.as_deref(), client.local)?;
@@ -124,7 +124,7 @@ async fn run(
     sampler: Sampler,
     prompt: Vec<u32>,
     on_text: &mut (dyn FnMut(&str) -> std::io::Result<()> + Send),
-) -> Result<Report, GenerateError> {
+) -> Result<GenerationReport, GenerateError> {
     let room = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let chain = Chain::open(swarm, room.saturating_add(config.max_new_tokens)).await?;
     let task = Continuation {

@@ -2,7 +2,7 @@
 
 use crate::chain::Chain;
 use crate::decoder::{Chosen, DecodeError, Decoder};
-use crate::report::Report;
+use crate::report::GenerationReport;
 use crate::sampling::SamplingError;
 use crate::stops::Stops;
 use crate::text::{TextCodec, TextError, TextStream};
@@ -91,7 +91,7 @@ impl<'a> Generation<'a> {
     }
 
     /// Why the text ended, its session, the tokens that the session holds, and what was done.
-    pub fn finish(self) -> (Finish, Chain, Vec<u32>, Report) {
+    pub fn finish(self) -> (Finish, Chain, Vec<u32>, GenerationReport) {
         let (chain, tokens, report) = self.decoder.finish();
         (self.finish.unwrap_or(Finish::Length), chain, tokens, report)
     }

@@ -17,7 +17,7 @@ const MAX_ROWS: usize = 32;
 
 type Reply<T> = oneshot::Sender<Result<T, LocalModelError>>;
 
-enum Request {
+enum HeadRequest {
     Embed { tokens: Vec<u32>, reply: Reply<Vec<u8>> },
     Logits { states: Vec<f32>, reply: Reply<Vec<f32>> },
 }
@@ -36,7 +36,7 @@ struct Facts {
 /// A handle of the local part of a model. Its thread ends with the last one.
 #[derive(Clone, Debug)]
 pub struct Head {
-    requests: mpsc::Sender<Request>,
+    requests: mpsc::Sender<HeadRequest>,
     facts: Arc<Facts>,
 }
 
@@ -94,7 +94,7 @@ impl Head {
     /// # Errors
     /// As there.
     pub async fn embed(&self, tokens: Vec<u32>) -> Result<Vec<u8>, LocalModelError> {
-        self.ask(|reply| Request::Embed { tokens, reply }).await
+        self.ask(|reply| HeadRequest::Embed { tokens, reply }).await
     }
 
     /// Logits `[rows, vocabulary]` for hidden states `[rows, hidden]`, see [`LocalModel::logits`].
@@ -102,12 +102,12 @@ impl Head {
     /// # Errors
     /// As there.
     pub async fn logits(&self, states: Vec<f32>) -> Result<Vec<f32>, LocalModelError> {
-        self.ask(|reply| Request::Logits { states, reply }).await
+        self.ask(|reply| HeadRequest::Logits { states, reply }).await
     }
 
     async fn ask<T>(
         &self,
-        request: impl FnOnce(Reply<T>) -> Request,
+        request: impl FnOnce(Reply<T>) -> HeadRequest,
     ) -> Result<T, LocalModelError> {
         let (reply, answer) = oneshot::channel();
         // Without a thread, the answer says so.
@@ -119,7 +119,7 @@ impl Head {
     }
 }
 
-fn run(mut model: LocalModel, mut queue: mpsc::Receiver<Request>) {
+fn run(mut model: LocalModel, mut queue: mpsc::Receiver<HeadRequest>) {
     let width = model.hidden_size();
     let is_whole = |states: &[f32]| !states.is_empty() && states.len().is_multiple_of(width);
     while let Some(first) = queue.blocking_recv() {
@@ -128,12 +128,12 @@ fn run(mut model: LocalModel, mut queue: mpsc::Receiver<Request>) {
         while let Some(request) = next.take() {
             match request {
                 // A caller that has gone wants no answer.
-                Request::Embed { tokens, reply } => drop(reply.send(model.embed(&tokens))),
+                HeadRequest::Embed { tokens, reply } => drop(reply.send(model.embed(&tokens))),
                 // Alone, it gets its error alone.
-                Request::Logits { states, reply } if !is_whole(&states) => {
+                HeadRequest::Logits { states, reply } if !is_whole(&states) => {
                     drop(reply.send(model.logits(&states).map(<[f32]>::to_vec)));
                 }
-                Request::Logits { states, reply } => {
+                HeadRequest::Logits { states, reply } => {
                     replies.push((all.len()..all.len() + states.len(), reply));
                     all.extend(states);
                 }

@@ -12,11 +12,11 @@ use serde_json::Value;
 use shared::dtype::{DType, QuantType};
 
 pub use crate::checkpoint::LocalModelError;
-use crate::checkpoint::{Checkpoint, Matrix, parse, read};
+use crate::checkpoint::{Checkpoint, CheckpointMatrix, parse, read};
 
 /// Fields of config.json that the client needs, beside those of the blocks.
 #[derive(Debug, Deserialize)]
-struct Config {
+struct ClientConfig {
     model_type: String,
     vocab_size: usize,
     #[serde(default)]
@@ -89,15 +89,15 @@ impl NormWeights {
 
 /// Embeddings, final norm and head of a model, on the CPU.
 pub struct LocalModel {
-    config: Config,
+    config: ClientConfig,
     spec: BlockSpec,
     path: PathBuf,
-    embedding: Matrix,
+    embedding: CheckpointMatrix,
     /// The norm behind the embeddings (BLOOM).
     embedding_norm: Option<NormWeights>,
     norm: NormWeights,
     /// `None` when the head shares the embedding's matrix.
-    head: Option<Matrix>,
+    head: Option<CheckpointMatrix>,
     eos: Vec<u32>,
     cpu: Cpu,
     normed: Vec<f32>,
@@ -119,7 +119,7 @@ impl LocalModel {
         let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
         let value: Value = parse(&path, &read(&path)?)?;
         let spec = BlockSpec::from_config(&value).map_err(|error| bad(error.to_string()))?;
-        let config: Config = serde_json::from_value(value)
+        let config: ClientConfig = serde_json::from_value(value)
             .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
         let names = ClientNames::of(&config.model_type).map_err(bad)?;
         if config.vocab_size == 0 {
@@ -275,7 +275,7 @@ impl LocalModel {
         Ok(&self.logits)
     }
 
-    fn view<'a>(&self, matrix: &'a Matrix) -> Result<WeightView<'a>, LocalModelError> {
+    fn view<'a>(&self, matrix: &'a CheckpointMatrix) -> Result<WeightView<'a>, LocalModelError> {
         let failed = |reason| LocalModelError::Content { path: self.path.clone(), reason };
         matrix.view().map_err(failed)
     }

@@ -8,7 +8,7 @@ use crate::session::StepTiming;
 
 /// What a generation did.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct GenerationReport {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Tokens generated, the one that ends the text included.
@@ -29,7 +29,7 @@ pub struct Report {
     pub elapsed: Duration,
 }
 
-impl Report {
+impl GenerationReport {
     /// Notes a step that carried so many guesses.
     pub(crate) fn count(&mut self, spent: StepTiming, guesses: usize) {
         self.guessed += guesses as u64;

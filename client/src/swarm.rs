@@ -18,9 +18,9 @@ use swarm::view::{self, ServerSpan};
 use swarm::wire::records::ServerState;
 
 use survey::MAX_SURVEYS;
-use swarm::health::{Answers, Bans, Pings, Rates};
+use swarm::health::{AnsweringServers, Bans, Pings, ServerRates};
 
-use swarm::routing::{Candidate, Leg, MissingBlock, max_throughput, min_latency, without_banned};
+use swarm::routing::{RouteCandidate, Leg, MissingBlock, max_throughput, min_latency, without_banned};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;
@@ -65,7 +65,7 @@ pub enum SwarmError {
 
 /// What a route is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Purpose {
+pub enum RoutePurpose {
     /// A session of so many tokens: the least time for a step.
     Session {
         /// Tokens.
@@ -84,21 +84,21 @@ pub struct Swarm {
     config: Arc<SwarmConfig>,
     p2p: P2p,
     dht: Dht,
-    known: Arc<Mutex<Known>>,
+    known: Arc<Mutex<KnownServers>>,
     /// Held while the records are read: others wait for the same reading.
     reading: Arc<tokio::sync::Mutex<()>>,
 }
 
 /// What is known of the servers.
 #[derive(Default)]
-struct Known {
+struct KnownServers {
     servers: Vec<ServerSpan>,
     all_servers: Vec<ServerSpan>,
     read_at: Option<Instant>,
     pings: Pings<PeerId>,
     bans: Bans<PeerId>,
-    answers: Answers<PeerId>,
-    rates: Rates<PeerId>,
+    answers: AnsweringServers<PeerId>,
+    rates: ServerRates<PeerId>,
 }
 
 impl Swarm {
@@ -154,7 +154,7 @@ impl Swarm {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownServers> {
         self.known.lock()
     }
 
@@ -225,7 +225,7 @@ impl Swarm {
     pub async fn route(
         &self,
         blocks: Range<u32>,
-        purpose: Purpose,
+        purpose: RoutePurpose,
     ) -> Result<Vec<Leg<PeerId>>, SwarmError> {
         let end = Instant::now() + self.config.startup_timeout;
         let read_at = self.known().read_at;
@@ -261,13 +261,13 @@ impl Swarm {
     }
 
     /// The best route by what is known.
-    fn find(&self, blocks: Range<u32>, purpose: Purpose) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
+    fn find(&self, blocks: Range<u32>, purpose: RoutePurpose) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
         let candidates = self.known().candidates();
         match purpose {
-            Purpose::Session { max_length } => {
+            RoutePurpose::Session { max_length } => {
                 min_latency(&candidates, blocks, Some(u64::from(max_length))).map(|(legs, _)| legs)
             }
-            Purpose::Batch { draw } => max_throughput(&candidates, blocks, draw),
+            RoutePurpose::Batch { draw } => max_throughput(&candidates, blocks, draw),
         }
     }
 
@@ -314,19 +314,19 @@ impl Swarm {
     }
 }
 
-impl Known {
+impl KnownServers {
     /// The servers that a route may lead over.
-    fn candidates(&self) -> Vec<Candidate<PeerId>> {
-        let all: Vec<Candidate<PeerId>> =
+    fn candidates(&self) -> Vec<RouteCandidate<PeerId>> {
+        let all: Vec<RouteCandidate<PeerId>> =
             self.servers.iter().filter_map(|s| self.candidate(s)).collect();
         let now = Instant::now();
         without_banned(&all, |peer| self.bans.banned(peer, now))
     }
 
-    fn candidate(&self, server: &ServerSpan) -> Option<Candidate<PeerId>> {
+    fn candidate(&self, server: &ServerSpan) -> Option<RouteCandidate<PeerId>> {
         let next = server.info.next_pings.iter().flatten();
         let (peer, now) = (peer(server)?, Instant::now());
-        Some(Candidate {
+        Some(RouteCandidate {
             peer,
             blocks: u32::try_from(server.start).ok()?..u32::try_from(server.end).ok()?,
             inference_rps: server.info.inference_rps,

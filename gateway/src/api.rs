@@ -34,14 +34,14 @@ use crate::model::Model;
 
 /// What handlers share.
 #[derive(Clone)]
-struct Shared {
+struct ApiState {
     engine: Arc<Engine>,
     guard: Arc<Guard>,
     default_max_tokens: u32,
     max_body_bytes: usize,
 }
 
-impl Shared {
+impl ApiState {
     /// The answer to a request for a `kind` of text, counted.
     fn answered(&self, kind: &'static str, answer: Result<Response, ApiError>) -> Response {
         let response = answer.unwrap_or_else(IntoResponse::into_response);
@@ -57,7 +57,7 @@ impl Shared {
 pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, KeysError> {
     let guard = Arc::new(Guard::new(config.api_keys.as_deref(), config.requests_per_minute)?);
     let GatewayConfig { default_max_tokens, max_body_bytes, .. } = *config;
-    let shared = Shared { engine, guard, default_max_tokens, max_body_bytes };
+    let shared = ApiState { engine, guard, default_max_tokens, max_body_bytes };
     let guarded = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
@@ -95,19 +95,19 @@ fn entry(model: &Model) -> serde_json::Value {
     json!({"id": model.view.name, "object": "model", "created": created, "owned_by": "swarm"})
 }
 
-async fn models(State(shared): State<Shared>) -> Response {
+async fn models(State(shared): State<ApiState>) -> Response {
     let data: Vec<_> = shared.engine.models().map(|model| entry(model)).collect();
     axum::Json(json!({"object": "list", "data": data})).into_response()
 }
 
-async fn model(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
+async fn model(State(shared): State<ApiState>, Path(name): Path<String>) -> Response {
     match shared.engine.model(&name) {
         Some(model) => axum::Json(entry(model)).into_response(),
         None => ApiError::unknown_model(&name, &shared.engine).into_response(),
     }
 }
 
-async fn ready(State(shared): State<Shared>) -> Response {
+async fn ready(State(shared): State<ApiState>) -> Response {
     let holes = shared.engine.views().filter(|view| !view.holes().blocks.is_empty());
     let texts: Vec<String> = holes.map(|view| error::hole(view)).collect();
     match texts.is_empty() {
@@ -116,7 +116,7 @@ async fn ready(State(shared): State<Shared>) -> Response {
     }
 }
 
-async fn scrape(State(shared): State<Shared>) -> Response {
+async fn scrape(State(shared): State<ApiState>) -> Response {
     match shared.engine.metrics.page() {
         Ok(text) => ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

@@ -16,10 +16,10 @@ use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 pub use self::config::ChatConfig;
-use self::input::{Input, Line};
+use self::input::{Input, ChatInput};
 use self::markdown::Markdown;
 use crate::engine::{Engine, EngineError};
-use crate::generation::{Ask, Ended, Piece, start};
+use crate::generation::{TextRequest, Ended, TextPiece, start};
 use crate::model::Model;
 use crate::template::TemplateInput;
 
@@ -100,9 +100,9 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
         let (back, line) = read.await.map_err(std::io::Error::other)?;
         input = back;
         match line? {
-            Line::End => break,
-            Line::Nothing => {}
-            Line::Text(text) => match text.strip_prefix('/') {
+            ChatInput::End => break,
+            ChatInput::Nothing => {}
+            ChatInput::Text(text) => match text.strip_prefix('/') {
                 Some("quit") => break,
                 Some(command) => println!("{}", conversation.command(command)),
                 None => conversation.say(text).await?,
@@ -192,7 +192,7 @@ impl Conversation {
                 "the conversation is as long as the model takes; /clear begins anew".into()
             ));
         }
-        let ask = Ask {
+        let ask = TextRequest {
             grammar: None,
             prompt: prompt.into(),
             max_new_tokens: self.config.max_tokens.min(room),
@@ -210,7 +210,7 @@ impl Conversation {
                 _ = tokio::signal::ctrl_c() => None,
             };
             match piece {
-                Some(Ok(Piece::Text { text, .. })) => {
+                Some(Ok(TextPiece::Text { text, .. })) => {
                     first.get_or_insert_with(|| began.elapsed());
                     tokens += 1;
                     let shown =
@@ -218,7 +218,7 @@ impl Conversation {
                     print(&shown)?;
                     said.push_str(&text);
                 }
-                Some(Ok(Piece::End(end))) => {
+                Some(Ok(TextPiece::End(end))) => {
                     ended = Some(end);
                     break;
                 }

@@ -18,12 +18,12 @@ struct OpenSession<S> {
 }
 
 /// What is kept of a session: how long it may become.
-pub trait Session {
+pub trait KeptSession {
     /// Most tokens.
     fn max_length(&self) -> u32;
 }
 
-impl Session for Chain {
+impl KeptSession for Chain {
     fn max_length(&self) -> u32 {
         Chain::max_length(self)
     }
@@ -36,7 +36,7 @@ pub struct Conversations<S> {
     idle: Duration,
 }
 
-impl<S: Session> Conversations<S> {
+impl<S: KeptSession> Conversations<S> {
     /// Keeps at most `most` sessions, each for `idle` after its last use.
     pub fn new(most: usize, idle: Duration) -> Conversations<S> {
         Conversations { kept: Mutex::default(), most, idle }
@@ -91,7 +91,7 @@ mod tests {
     #[derive(Debug, PartialEq)]
     struct Fake(char, u32);
 
-    impl Session for Fake {
+    impl KeptSession for Fake {
         fn max_length(&self) -> u32 {
             self.1
         }

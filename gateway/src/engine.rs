@@ -9,8 +9,8 @@ use tokio::sync::Semaphore;
 
 use crate::config::{EngineConfig, GatewayModel};
 use crate::metrics::Metrics;
-use crate::model::{Local, Model, ModelError};
-use crate::view::View;
+use crate::model::{ModelFiles, Model, ModelError};
+use crate::view::ModelServers;
 
 /// Why the gateway does not start.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +35,7 @@ impl EngineError {
 
 /// What requests are served with.
 pub struct Engine {
-    views: Vec<Arc<View>>,
+    views: Vec<Arc<ModelServers>>,
     models: BTreeMap<String, Arc<Model>>,
     /// Texts under way.
     pub slots: Arc<Semaphore>,
@@ -65,7 +65,7 @@ impl Engine {
                 }
             };
             let swarm = swarm.for_model(blocks.prefix.clone(), blocks.count, config.route_timeout);
-            let view = Arc::new(View::new(wanted.name.clone(), swarm));
+            let view = Arc::new(ModelServers::new(wanted.name.clone(), swarm));
             views.push(view.clone());
             if let Some(local) = local {
                 tracing::info!(model = wanted.name, prefix = blocks.prefix, "model loaded");
@@ -77,7 +77,7 @@ impl Engine {
     }
 
     /// The servers of all models, of those too that are shown and not offered.
-    pub fn views(&self) -> impl Iterator<Item = &Arc<View>> {
+    pub fn views(&self) -> impl Iterator<Item = &Arc<ModelServers>> {
         self.views.iter()
     }
 
@@ -110,8 +110,8 @@ struct Blocks {
 fn load(
     wanted: &GatewayModel,
     config: &EngineConfig,
-) -> Result<(Blocks, Option<Local>), EngineError> {
-    match (Local::load(wanted, config), &config.server, &wanted.dht_prefix) {
+) -> Result<(Blocks, Option<ModelFiles>), EngineError> {
+    match (ModelFiles::load(wanted, config), &config.server, &wanted.dht_prefix) {
         (Ok(local), ..) => {
             let blocks = Blocks { prefix: local.prefix.clone(), count: local.num_blocks() };
             Ok((blocks, Some(local)))

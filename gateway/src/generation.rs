@@ -20,7 +20,7 @@ const STALL: Duration = Duration::from_secs(60);
 
 /// What is asked for.
 #[derive(Debug)]
-pub struct Ask {
+pub struct TextRequest {
     /// Tokens to go on from.
     pub prompt: Arc<[u32]>,
     /// Most tokens to add.
@@ -62,7 +62,7 @@ pub struct Ended {
 
 /// What comes of a text, in parts.
 #[derive(Debug)]
-pub enum Piece {
+pub enum TextPiece {
     /// More of it; the text may be empty while a character is incomplete.
     Text {
         text: String,
@@ -72,23 +72,23 @@ pub enum Piece {
     End(Ended),
 }
 
-impl Piece {
+impl TextPiece {
     /// Whether it says nothing.
     pub fn is_empty(&self) -> bool {
-        matches!(self, Piece::Text { text, tokens } if text.is_empty() && tokens.is_empty())
+        matches!(self, TextPiece::Text { text, tokens } if text.is_empty() && tokens.is_empty())
     }
 }
 
 /// The pieces of a text, of which an end or an error is the last.
-pub type Pieces = mpsc::Receiver<Result<Piece, GenerationError>>;
+pub type Pieces = mpsc::Receiver<Result<TextPiece, GenerationError>>;
 
 /// Starts a text; dropping its pieces ends it.
-pub fn start(model: Arc<Model>, ask: Ask) -> Pieces {
+pub fn start(model: Arc<Model>, ask: TextRequest) -> Pieces {
     let (pieces, receiver) = mpsc::channel(QUEUE);
     task::spawn(async move {
         let last = tokio::select! {
             outcome = generate(&model, ask, &pieces) => match outcome.transpose() {
-                Some(ended) => ended.map(Piece::End),
+                Some(ended) => ended.map(TextPiece::End),
                 None => return,
             },
             () = pieces.closed() => return,
@@ -102,8 +102,8 @@ pub fn start(model: Arc<Model>, ask: Ask) -> Pieces {
 /// `None` if the caller takes nothing.
 async fn generate(
     model: &Model,
-    ask: Ask,
-    pieces: &mpsc::Sender<Result<Piece, GenerationError>>,
+    ask: TextRequest,
+    pieces: &mpsc::Sender<Result<TextPiece, GenerationError>>,
 ) -> Result<Option<Ended>, GenerationError> {
     let sampler = Sampler::new(ask.sampling)?;
     let session = model.session(&ask.prompt, ask.max_new_tokens).await;
@@ -121,7 +121,7 @@ async fn generate(
     while let Some(Added { text, tokens }) = generation.next().await? {
         completion_tokens += tokens.len();
         let tokens = tokens.iter().filter_map(|chosen| named(model, chosen)).collect();
-        if pieces.send_timeout(Ok(Piece::Text { text, tokens }), STALL).await.is_err() {
+        if pieces.send_timeout(Ok(TextPiece::Text { text, tokens }), STALL).await.is_err() {
             return Ok(None);
         }
     }

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::config::{EngineConfig, GatewayModel};
 use crate::conversations::Conversations;
 use crate::template::{ChatTemplate, TemplateError, TemplateInput};
-use crate::view::View;
+use crate::view::ModelServers;
 
 /// Sessions are as long as a multiple of this, so that a conversation can go on in them.
 const LENGTH_STEP: u32 = 128;
@@ -52,7 +52,7 @@ pub enum PromptError {
 }
 
 /// The files of a model, before the swarm is entered.
-pub struct Local {
+pub struct ModelFiles {
     folder: PathBuf,
     model: TextModel,
     template: Option<ChatTemplate>,
@@ -60,18 +60,18 @@ pub struct Local {
     pub prefix: String,
 }
 
-impl Local {
+impl ModelFiles {
     /// Reads the files that `wanted` names.
     ///
     /// # Errors
     /// [`ModelError`] names the file.
-    pub fn load(wanted: &GatewayModel, config: &EngineConfig) -> Result<Local, ModelError> {
+    pub fn load(wanted: &GatewayModel, config: &EngineConfig) -> Result<ModelFiles, ModelError> {
         let folder = wanted.folder.clone();
         let model = TextModel::load(&folder, wanted.draft.as_deref(), config.local)?;
         let prefix = wanted.dht_prefix.clone().or_else(|| model.prefix.clone());
         let prefix = prefix.ok_or_else(|| ModelError::NoPrefix(wanted.name.clone()))?;
         let template = ChatTemplate::load(&folder, config.chat_template.as_deref())?;
-        Ok(Local { folder, model, template, prefix })
+        Ok(ModelFiles { folder, model, template, prefix })
     }
 
     /// Blocks of the model.
@@ -80,8 +80,8 @@ impl Local {
     }
 
     /// The model over the servers that `view` knows.
-    pub fn over(self, view: Arc<View>, config: &EngineConfig) -> Model {
-        let Local { folder, model, template, prefix: _ } = self;
+    pub fn over(self, view: Arc<ModelServers>, config: &EngineConfig) -> Model {
+        let ModelFiles { folder, model, template, prefix: _ } = self;
         Model {
             view,
             folder,
@@ -97,7 +97,7 @@ impl Local {
 /// A model that is offered.
 pub struct Model {
     /// Its name in the API, and its servers.
-    pub view: Arc<View>,
+    pub view: Arc<ModelServers>,
     folder: PathBuf,
     /// When it was first offered.
     pub created: SystemTime,

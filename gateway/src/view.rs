@@ -19,19 +19,19 @@ pub struct Holes {
 }
 
 /// The servers of one model.
-pub struct View {
+pub struct ModelServers {
     /// The model's name in the API.
     pub name: String,
     pub swarm: Swarm,
     holes: Mutex<Holes>,
 }
 
-impl View {
+impl ModelServers {
     /// A model whose servers are not known yet.
-    pub fn new(name: String, swarm: Swarm) -> View {
+    pub fn new(name: String, swarm: Swarm) -> ModelServers {
         let all = 0..swarm.num_blocks();
         let unknown = Holes { blocks: vec![all], since: Some(SystemTime::now()) };
-        View { name, swarm, holes: Mutex::new(unknown) }
+        ModelServers { name, swarm, holes: Mutex::new(unknown) }
     }
 
     /// Blocks that no server serves, by the records as they are now.

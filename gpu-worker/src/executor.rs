@@ -75,10 +75,10 @@ use crate::device::{DeviceBackend, UnitLimits};
 use crate::engine::Engine;
 use crate::fault::Faults;
 use crate::job::Job;
-use crate::link::Link;
+use crate::link::NetdLink;
 use crate::schedule::{JobKey, Schedule, Unit};
 
-use answers::Answers;
+use answers::AnswerQueue;
 use execution::Execution;
 pub use exit::Exit;
 pub use follower::{Follower, wait_policy};
@@ -99,7 +99,7 @@ const ABORT_POLL: Duration = Duration::from_millis(50);
 /// What the control thread tells the executor. `L` is the [`Link`] of a worker that gets jobs from
 /// netd, or the [`ArenaLink`](crate::link::ArenaLink) of one that follows another.
 #[derive(Debug)]
-pub enum Command<L = Link> {
+pub enum ExecutorCommand<L = NetdLink> {
     /// Serve this link and nothing of an older one.
     Link(Box<L>),
     /// Finish what is accepted, then end. A follower, of which rank 0 needs nothing more, ends.
@@ -116,7 +116,7 @@ pub struct Executor<'w, B: DeviceBackend> {
     limits: JobLimits,
     spin: Duration,
     schedule: Schedule,
-    answers: Answers,
+    answers: AnswerQueue,
     taken: u64,
     drain: Option<Instant>,
     drain_time: Duration,
@@ -138,7 +138,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
             limits,
             spin: spin_time(),
             schedule: Schedule::new(times).limited(tokens),
-            answers: Answers::default(),
+            answers: AnswerQueue::default(),
             taken: 0,
             drain: None,
             drain_time: DRAIN_TIME,
@@ -160,7 +160,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Serves until told to end. `report` passes a message to the supervisor.
-    pub fn run(mut self, commands: &Receiver<Command>, mut report: impl FnMut(FromWorker)) -> Exit {
+    pub fn run(mut self, commands: &Receiver<ExecutorCommand>, mut report: impl FnMut(FromWorker)) -> Exit {
         let mut link = None;
         loop {
             if let Err(end) = self.round(&mut link, commands, &mut report) {
@@ -172,8 +172,8 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     /// One round: obey, take jobs, plan a unit, run it, answer; or sleep.
     fn round(
         &mut self,
-        link: &mut Option<Link>,
-        commands: &Receiver<Command>,
+        link: &mut Option<NetdLink>,
+        commands: &Receiver<ExecutorCommand>,
         report: &mut impl FnMut(FromWorker),
     ) -> Result<(), Exit> {
         self.obey(link, commands, report)?;
@@ -195,8 +195,8 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     /// Carries out the commands that are there; without a link it waits for one.
     fn obey(
         &mut self,
-        link: &mut Option<Link>,
-        commands: &Receiver<Command>,
+        link: &mut Option<NetdLink>,
+        commands: &Receiver<ExecutorCommand>,
         report: &mut impl FnMut(FromWorker),
     ) -> Result<(), Exit> {
         loop {
@@ -209,16 +209,16 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
                 (Some(_), _) => commands.try_recv(),
             };
             match command {
-                Ok(Command::Link(next)) => {
+                Ok(ExecutorCommand::Link(next)) => {
                     self.link(&next)?;
                     report(FromWorker::Linked { netd_generation: next.netd_generation });
                     *link = Some(*next);
                 }
-                Ok(Command::Drain) => {
+                Ok(ExecutorCommand::Drain) => {
                     info!(jobs = self.execution.jobs.len(), "draining");
                     self.drain.get_or_insert(Instant::now() + self.drain_time);
                 }
-                Ok(Command::End(reason, message)) => return Err(Exit { reason, message }),
+                Ok(ExecutorCommand::End(reason, message)) => return Err(Exit { reason, message }),
                 Err(TryRecvError::Empty) => return Ok(self.publisher.check_abort()?),
                 Err(TryRecvError::Disconnected) => {
                     return Err(Exit { reason: ExitReason::ParentGone, message: String::new() });
@@ -228,7 +228,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Drops what came through an older link.
-    fn link(&mut self, next: &Link) -> Result<(), Exit> {
+    fn link(&mut self, next: &NetdLink) -> Result<(), Exit> {
         let abandoned = self.execution.jobs.len();
         info!(netd_generation = %next.netd_generation, abandoned, "linked to netd");
         self.schedule.clear();
@@ -242,7 +242,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Waits for a command while there is no link, with a heartbeat. `Empty`: the group was
     /// aborted.
-    fn first_command(&self, commands: &Receiver<Command>) -> Result<Command, TryRecvError> {
+    fn first_command(&self, commands: &Receiver<ExecutorCommand>) -> Result<ExecutorCommand, TryRecvError> {
         let heartbeat = self.execution.board.heartbeat();
         let interval =
             if self.publisher.is_followed() { heartbeat.min(ABORT_POLL) } else { heartbeat };
@@ -256,7 +256,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Takes jobs out of the ring while their answers have room.
-    fn take_jobs(&mut self, link: &mut Link) -> Result<(), Exit> {
+    fn take_jobs(&mut self, link: &mut NetdLink) -> Result<(), Exit> {
         while self.execution.jobs.len() + self.answers.len() < RING_ENTRIES {
             let Some(entry) = link.submissions.pop()? else {
                 break;
@@ -280,7 +280,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Checks an entry of the ring, whose bytes may be anything, and copies its body out of the
     /// arena.
-    fn accept(&self, link: &Link, entry: &Entry, number: u64) -> Result<Job, JobError> {
+    fn accept(&self, link: &NetdLink, entry: &Entry, number: u64) -> Result<Job, JobError> {
         let descriptor = JobDescriptor::decode(entry)?;
         let stale = |got: u32, want: u32| JobError::Stale { got: got.into(), want: want.into() };
         let (worker, netd) = (descriptor.worker_generation, descriptor.netd_generation);
@@ -307,7 +307,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// The unit to run now, if there is one. After the time of a drain all jobs are refused instead.
-    fn plan_unit(&mut self, link: &Link) -> Result<Option<Unit>, Exit> {
+    fn plan_unit(&mut self, link: &NetdLink) -> Result<Option<Unit>, Exit> {
         match self.drain {
             Some(until) if Instant::now() >= until => self.refuse_all(link, until),
             _ => Ok(self.schedule.next(Instant::now())),
@@ -315,7 +315,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Begins the jobs of a unit, runs it, and answers the jobs that end with it.
-    fn run_unit(&mut self, link: &mut Link, unit: &Unit) -> Result<(), Exit> {
+    fn run_unit(&mut self, link: &mut NetdLink, unit: &Unit) -> Result<(), Exit> {
         self.execution.enter(Phase::Unit);
         for member in &unit.members {
             if !self.begin(link, member.job)? {
@@ -335,7 +335,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Begins a job, unless that is done. False: the job was refused.
-    fn begin(&mut self, link: &Link, key: JobKey) -> Result<bool, Exit> {
+    fn begin(&mut self, link: &NetdLink, key: JobKey) -> Result<bool, Exit> {
         let Some(job) = self.execution.jobs.get(&key) else {
             return Ok(false);
         };
@@ -356,7 +356,7 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Sleeps until the next job, a command, the end of what an answer waits for, or the next
     /// heartbeat.
-    fn sleep(&mut self, link: &mut Link) -> Result<(), Exit> {
+    fn sleep(&mut self, link: &mut NetdLink) -> Result<(), Exit> {
         self.execution.enter(Phase::Idle);
         let heartbeat = self.execution.board.heartbeat();
         let (spin, timeout) = match self.answers.next_until() {

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kernels::cuda::driver::Driver;
+use kernels::cuda::driver::CudaDriver;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 use nvml_wrapper::error::NvmlError;
@@ -36,7 +36,7 @@ pub fn watch(ordinal: u32, board: Arc<BoardWriter>) {
 
 fn keep_showing(ordinal: u32, board: &BoardWriter) -> Result<(), String> {
     let nvml = load().map_err(|error| error.to_string())?;
-    let uuid = Driver::uuid_of(ordinal).map_err(|error| error.to_string())?;
+    let uuid = CudaDriver::uuid_of(ordinal).map_err(|error| error.to_string())?;
     // A slice of a device has a UUID of another kind.
     let names = ["GPU", "MIG"].map(|kind| name_of(kind, uuid));
     let device = names.iter().find_map(|name| nvml.device_by_uuid(name.as_str()).ok());

@@ -1,7 +1,7 @@
 //! The hidden command `sepal cuda_devices`: which CUDA devices there are. A process of its own asks
 //! the driver, so that the supervisor never loads its library.
 
-use kernels::cuda::driver::{Driver, OpenError, probe};
+use kernels::cuda::driver::{CudaDriver, OpenError, probe};
 use shared::bootstrap::die_with_parent;
 use shared::control::{CudaDevice, CudaDevices};
 use shared::exit::ExitReason;
@@ -37,10 +37,10 @@ pub fn run_command(parent: u32) -> ExitReason {
 }
 
 fn describe(ordinal: u32) -> Result<CudaDevice, OpenError> {
-    let found = Driver::properties_of(ordinal)?;
+    let found = CudaDriver::properties_of(ordinal)?;
     Ok(CudaDevice {
         name: format!("{} (compute capability {})", found.name, found.architecture),
-        uuid: Driver::uuid_of(ordinal)?,
+        uuid: CudaDriver::uuid_of(ordinal)?,
         has_warpgroups: found.has_wgmma(),
     })
 }

@@ -15,7 +15,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 
 /// An open link.
 #[derive(Debug)]
-pub struct Link {
+pub struct NetdLink {
     /// This worker: its group, rank and world size.
     pub worker: WorkerId,
     /// Generation of netd at the other end.
@@ -61,7 +61,7 @@ pub enum LinkError {
     },
 }
 
-impl Link {
+impl NetdLink {
     /// Opens what `init` and its descriptors name.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl Link {
         worker: WorkerId,
         generation: Generation,
         descriptors: Vec<OwnedFd>,
-    ) -> Result<Link, LinkError> {
+    ) -> Result<NetdLink, LinkError> {
         let count = descriptors.len();
         let mismatch = || LinkError::Mismatch {
             got: init.worker_generation,
@@ -92,7 +92,7 @@ impl Link {
         let (submissions, completions) = RingPair::open(rings, &identity)?.worker_end();
         let arena = ArenaMap::map(&MemfdSegment::from_fd("sepal-arena", arena, arena_bytes)?)?;
         let arena = Arc::new(arena);
-        Ok(Link {
+        Ok(NetdLink {
             worker,
             netd_generation: init.netd_generation,
             worker_generation: generation,

@@ -11,7 +11,7 @@
 
 use clap::Args;
 use kernels::cuda::Cuda;
-use kernels::cuda::driver::Driver;
+use kernels::cuda::driver::CudaDriver;
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::die_with_parent;
 use shared::causes::with_causes;
@@ -51,7 +51,7 @@ pub fn run_command(config: &SampleConfig) -> ExitReason {
 }
 
 fn take(ordinal: u32, kernels: WarpgroupKernels) -> Result<(), (ExitReason, String)> {
-    let driver = Driver::open(ordinal).map_err(|failure| failure.told(ordinal))?;
+    let driver = CudaDriver::open(ordinal).map_err(|failure| failure.told(ordinal))?;
     let mut cuda = Cuda::new(driver);
     cuda.watch(Some(|kernel| print(&SampleLine::Launches(kernel.to_owned()))));
     cuda.sample_warpgroups(kernels, |line| print(&line)).map_err(|failure| {

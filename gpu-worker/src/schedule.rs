@@ -72,12 +72,12 @@ pub struct Unit {
     /// Blocks from there on, at least one; more only for decode steps that all go through them.
     pub count: u32,
     /// Who takes part; never empty.
-    pub members: Vec<Member>,
+    pub members: Vec<UnitMember>,
 }
 
 /// The part of one job in a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
+pub struct UnitMember {
     pub job: JobKey,
     /// Position of the first block among those of the job.
     pub position: usize,
@@ -220,7 +220,7 @@ impl Schedule {
 
     /// The decode steps that `unit` finishes.
     pub fn ending(&self, unit: &Unit) -> Vec<JobKey> {
-        let is_last = |member: &&Member| {
+        let is_last = |member: &&UnitMember| {
             let end = member.position + unit.count as usize;
             let walk = self.jobs.get(&member.job).map(|job| &job.walk);
             walk.is_some_and(|walk| walk.is_decode() && end >= walk.blocks.len())
@@ -229,7 +229,7 @@ impl Schedule {
         members.map(|member| member.job).collect()
     }
 
-    fn advance(&mut self, member: &Member, blocks: usize) -> Option<Advance> {
+    fn advance(&mut self, member: &UnitMember, blocks: usize) -> Option<Advance> {
         let advance = self.jobs.get_mut(&member.job)?.walk.advance(member, blocks);
         if advance.finished {
             self.jobs.remove(&member.job);
@@ -238,7 +238,7 @@ impl Schedule {
     }
 
     fn measure(&mut self, unit: &Unit, elapsed: Duration) {
-        let is_decode = |m: &Member| {
+        let is_decode = |m: &UnitMember| {
             let job = self.jobs.get(&m.job);
             job.is_some_and(|job| job.walk.is_decode())
         };
@@ -292,7 +292,7 @@ impl Schedule {
             }
             end += 1;
         }
-        let members = vec![Member { job: id, position: walk.position, pieces: walk.piece..end }];
+        let members = vec![UnitMember { job: id, position: walk.position, pieces: walk.piece..end }];
         Some(Unit { block: walk.block(), count: 1, members })
     }
 
@@ -315,7 +315,7 @@ impl Schedule {
                 tokens = more;
                 *overtaken = 0;
                 let pieces = 0..walk.pieces.len();
-                members.push(Member { job: id, position: walk.position, pieces });
+                members.push(UnitMember { job: id, position: walk.position, pieces });
             } else {
                 *overtaken += 1;
             }
@@ -326,11 +326,11 @@ impl Schedule {
 
     /// Blocks from `block` on that all members go through next, up to where somebody waits to join
     /// them, as far as the time of a unit goes.
-    fn shared_blocks(&self, block: u32, members: &[Member]) -> u32 {
+    fn shared_blocks(&self, block: u32, members: &[UnitMember]) -> u32 {
         let blocks_in_time = self
             .decode_block
             .map_or(0.0, |seconds| self.times.decode.as_secs_f64() / seconds.max(1e-7));
-        let goes_on = |member: &Member, count: u32| {
+        let goes_on = |member: &UnitMember, count: u32| {
             let job = self.jobs.get(&member.job);
             let next = job.and_then(|job| job.walk.blocks.get(member.position + count as usize));
             next == Some(&(block + count))

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use kernels::Cpu;
 use kernels::cases::{Class, Shapes, cuda_operations, operations};
-use kernels::cuda::driver::Driver;
+use kernels::cuda::driver::CudaDriver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
 use kernels::cuda::peaks::{HostRates, LaunchCosts};
@@ -27,7 +27,7 @@ use shared::warpgroups::{WarpgroupKernel, WarpgroupKernels, Warpgroups};
 use crate::engine::EngineError;
 use crate::node;
 use measure::{Peaks, Table};
-use report::{Check, Report};
+use report::{Check, SelftestReport};
 use shared::causes::with_causes;
 use steps::Steps;
 
@@ -64,7 +64,7 @@ pub struct SelfTestConfig {
 /// A self-test that has begun its report.
 pub struct SelfTest {
     config: SelfTestConfig,
-    report: Report,
+    report: SelftestReport,
 }
 
 impl SelfTest {
@@ -77,7 +77,7 @@ impl SelfTest {
             eprintln!("sepal: {error}");
             return Err(error.exit_reason());
         }
-        match Report::begin(config.report.as_deref()) {
+        match SelftestReport::begin(config.report.as_deref()) {
             Ok(report) => Ok(SelfTest { config, report }),
             Err(error) => Err(unwritten(&config, &error)),
         }
@@ -86,7 +86,7 @@ impl SelfTest {
     /// The CUDA device of which other processes must take the samples of kernels for warpgroups first.
     pub fn to_sample(&self) -> Option<u32> {
         let Device::Cuda(ordinal) = self.config.device else { return None };
-        let has_none = || Driver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
+        let has_none = || CudaDriver::properties_of(ordinal).is_ok_and(|found| !found.has_wgmma());
         (self.config.parent.is_none() && !has_none()).then_some(ordinal)
     }
 
@@ -116,7 +116,7 @@ fn unwritten(config: &SelfTestConfig, error: &std::io::Error) -> ExitReason {
 fn test(
     config: &SelfTestConfig,
     sampled: Option<Warpgroups>,
-    report: &mut Report,
+    report: &mut SelftestReport,
 ) -> Result<(), Ended> {
     let SelfTestConfig { device, quick: is_quick, parent, .. } = *config;
     let out = &mut std::io::stdout();
@@ -134,7 +134,7 @@ fn test(
         }
         Device::Cuda(ordinal) => {
             let found = parent.is_none().then(|| sampled.unwrap_or(Warpgroups::Missing));
-            match Driver::open(ordinal) {
+            match CudaDriver::open(ordinal) {
                 Ok(driver) => {
                     let mut cuda = Cuda::new(driver);
                     cuda.leave_alone(config.skip.iter().copied().collect());
@@ -187,7 +187,7 @@ impl From<std::io::Error> for Ended {
 }
 
 /// The processor's operations are checked by its tests; here they are measured.
-fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut Report) -> Result<(), Ended> {
+fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut SelftestReport) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
     let name = format!("processor, {threads} threads, {:?}", cpu.isa());
@@ -209,7 +209,7 @@ fn on_device<G: Gpu>(
     class: Class,
     is_measured: bool,
     out: &mut impl Write,
-    report: &mut Report,
+    report: &mut SelftestReport,
 ) -> Result<(), Ended> {
     let properties = cuda.gpu().properties().clone();
     report.of_device(&properties, name_of(class));
@@ -253,7 +253,7 @@ fn check<G: Gpu>(
     cuda: &mut Cuda<G>,
     class: Class,
     out: &mut impl Write,
-    report: &mut Report,
+    report: &mut SelftestReport,
 ) -> Result<(), Ended> {
     // A failure then names its kernel.
     cuda.watch(Some(|_| ()));
@@ -295,7 +295,7 @@ fn measure<G: Gpu>(
     cuda: &mut Cuda<G>,
     class: Class,
     out: &mut impl Write,
-    report: &mut Report,
+    report: &mut SelftestReport,
 ) -> Result<(), Ended> {
     let (bytes, iterations, shapes, steps, repetitions) = match class {
         Class::Served => (COPY_BYTES, MATRIX_ITERATIONS, Shapes::LARGE, Steps::LARGE, 50),

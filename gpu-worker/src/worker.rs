@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ipc_channel::IpcError;
-use kernels::cuda::driver::Driver;
+use kernels::cuda::driver::CudaDriver;
 #[cfg(feature = "emu")]
 use kernels::cuda::emu::Emu;
 use kernels::cuda::{Cuda, Gpu};
@@ -40,7 +40,7 @@ use crate::probe;
 use blocks::WeightsError;
 use blocks::map::{Keep, MapError, MappedWeights, guard};
 use control::Rings;
-use group::Group;
+use group::RankGroup;
 use kernels::cuda::scratch;
 use model::BlockSpec;
 use model::manifest::Manifest;
@@ -179,7 +179,7 @@ fn emulator(init: &WorkerInit, ordinal: u32, threads: usize) -> Emu {
 struct Start<'a> {
     threads: usize,
     /// The group of which this worker is a rank.
-    group: Option<&'a Group>,
+    group: Option<&'a RankGroup>,
 }
 
 /// The worker from loading to the end, over the backend that `open` makes. Before its weights are
@@ -198,7 +198,7 @@ fn run_on<B: DeviceBackend>(
         let (kv, board) = segments(init, &ends.descriptors)?;
         faults(init).at(0, FaultPoint::Start);
         node::stay_on(&init.seats, init.device);
-        let group = joining.map(|joining| Group::new(joining, init, &board));
+        let group = joining.map(|joining| RankGroup::new(joining, init, &board));
         board.enter(Phase::Loading, LOADING_LIMIT);
         if let Device::Cuda(ordinal) = init.device {
             gauges::watch(ordinal, Arc::clone(&board));
@@ -255,8 +255,8 @@ fn watch_weights(ends: &ControlEnds<ToWorker, FromWorker>) -> Result<(), Exit> {
 }
 
 /// Opens a device whose warpgroups are used as far as the supervisor says.
-fn open_cuda(ordinal: u32, warpgroups: &Warpgroups) -> Result<Cuda<Driver>, Exit> {
-    let driver = Driver::open(ordinal).map_err(|failure| {
+fn open_cuda(ordinal: u32, warpgroups: &Warpgroups) -> Result<Cuda<CudaDriver>, Exit> {
+    let driver = CudaDriver::open(ordinal).map_err(|failure| {
         let (reason, message) = failure.told(ordinal);
         Exit { reason, message }
     })?;
@@ -343,7 +343,7 @@ fn worker<B: DeviceBackend>(
     mut engine: Engine<'_, B>,
     init: &WorkerInit,
     board: Arc<BoardWriter>,
-    group: Option<Group>,
+    group: Option<RankGroup>,
     spin: Duration,
     ends: ControlEnds<ToWorker, FromWorker>,
 ) -> Exit {

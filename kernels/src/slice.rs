@@ -115,7 +115,7 @@ impl WeightSlice {
 
     fn nf4<R: Iterator<Item = usize>>(
         &mut self,
-        whole: &nf4::Parts<'_>,
+        whole: &nf4::Nf4Parts<'_>,
         whole_inputs: usize,
         rows: impl Fn() -> R,
         columns: Range<usize>,
@@ -178,13 +178,13 @@ impl WeightSlice {
             Some(shift) => {
                 let (absmax2, offset) = next(4 * (seconds + 1))?.split_at_checked(4 * seconds)?;
                 let offset = quant::f32_at(offset, 0);
-                nf4::Parts::grouped(inputs, shift, [codes, absmax, absmax2], offset)?
+                nf4::Nf4Parts::grouped(inputs, shift, [codes, absmax, absmax2], offset)?
             }
             None => {
                 let starts = next(outputs * START_BYTES)?;
                 let (offset, absmax2) = next(4 * (seconds + 1))?.split_at_checked(4)?;
                 let whole = (absmax2, quant::f32_at(offset, 0));
-                nf4::Parts::ragged(whole, inputs, groups, [codes, absmax, starts])?
+                nf4::Nf4Parts::ragged(whole, inputs, groups, [codes, absmax, starts])?
             }
         };
         Some(WeightView::copied(dtype, [outputs, inputs], bytes, parts))

@@ -16,12 +16,12 @@ pub struct WeightView<'a> {
     inputs: usize,
     bytes: &'a [u8],
     format: Format<'a>,
-    parts: Parts,
+    parts: WeightParts,
 }
 
 /// Where the parts of a quantized matrix lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Parts {
+enum WeightParts {
     /// As those of a whole matrix.
     Whole,
     /// Apart: of rows of a larger matrix.
@@ -36,8 +36,8 @@ pub enum Format<'a> {
     /// Numbers of the view's dtype.
     Plain,
     /// INT8 with a scale per row.
-    Int8(int8::Parts<'a>),
-    Nf4(nf4::Parts<'a>),
+    Int8(int8::Int8Parts<'a>),
+    Nf4(nf4::Nf4Parts<'a>),
 }
 
 /// The bytes of a tensor do not fit its shape.
@@ -63,7 +63,7 @@ impl<'a> WeightView<'a> {
     ) -> Result<Self, WrongSize> {
         let wanted = outputs.checked_mul(inputs).and_then(|n| n.checked_mul(dtype.size_bytes()));
         if wanted == Some(bytes.len()) && !bytes.is_empty() {
-            let (format, parts) = (Format::Plain, Parts::Whole);
+            let (format, parts) = (Format::Plain, WeightParts::Whole);
             Ok(WeightView { dtype, outputs, inputs, bytes, format, parts })
         } else {
             Err(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
@@ -84,11 +84,11 @@ impl<'a> WeightView<'a> {
     ) -> Result<Self, WrongSize> {
         let format = match quant {
             QuantType::None => return WeightView::new(dtype, outputs, inputs, bytes),
-            QuantType::Int8 => int8::Parts::new(outputs, inputs, bytes).map(Format::Int8),
-            QuantType::Nf4 => nf4::Parts::new(outputs, inputs, bytes).map(Format::Nf4),
+            QuantType::Int8 => int8::Int8Parts::new(outputs, inputs, bytes).map(Format::Int8),
+            QuantType::Nf4 => nf4::Nf4Parts::new(outputs, inputs, bytes).map(Format::Nf4),
         };
         let format = format.filter(|_| outputs > 0 && inputs > 0);
-        let parts = Parts::Whole;
+        let parts = WeightParts::Whole;
         let view = |format| WeightView { dtype, outputs, inputs, bytes, format, parts };
         format.map(view).ok_or(WrongSize { dtype, outputs, inputs, bytes: bytes.len() })
     }
@@ -98,10 +98,10 @@ impl<'a> WeightView<'a> {
         dtype: DType,
         [outputs, inputs]: [usize; 2],
         bytes: &'a [u8],
-        parts: nf4::Parts<'a>,
+        parts: nf4::Nf4Parts<'a>,
     ) -> WeightView<'a> {
         let format = Format::Nf4(parts);
-        WeightView { dtype, outputs, inputs, bytes, format, parts: Parts::Copied }
+        WeightView { dtype, outputs, inputs, bytes, format, parts: WeightParts::Copied }
     }
 
     /// Some rows of the matrix where they lie: their values are those of the whole. `None` when they
@@ -129,19 +129,19 @@ impl<'a> WeightView<'a> {
                 (parts.codes, Format::Nf4(parts))
             }
         };
-        Some(WeightView { outputs, bytes, format, parts: Parts::Apart, ..*self })
+        Some(WeightView { outputs, bytes, format, parts: WeightParts::Apart, ..*self })
     }
 
     /// Whether it is a slice of a quantized matrix, whose parts lie in their own way: see
     /// [`format`](Self::format).
     pub fn is_slice(&self) -> bool {
-        self.parts != Parts::Whole
+        self.parts != WeightParts::Whole
     }
 
     /// Whether its parts lie apart, between those of other rows: [`bytes`](Self::bytes) are not all
     /// of it.
     pub(crate) fn lies_apart(&self) -> bool {
-        self.parts == Parts::Apart
+        self.parts == WeightParts::Apart
     }
 
     /// How it is stored.

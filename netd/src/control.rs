@@ -36,13 +36,13 @@ pub type Inbox = mpsc::Receiver<FromSupervisor>;
 
 /// Sends to the supervisor without blocking the reactor.
 #[derive(Clone, Debug)]
-pub struct Outbox(mpsc::Sender<FromNetd>);
+pub struct NetdOutbox(mpsc::Sender<FromNetd>);
 
-impl Outbox {
+impl NetdOutbox {
     /// An outbox that is read in the same process.
     #[cfg(test)]
-    pub fn of(sender: mpsc::Sender<FromNetd>) -> Outbox {
-        Outbox(sender)
+    pub fn of(sender: mpsc::Sender<FromNetd>) -> NetdOutbox {
+        NetdOutbox(sender)
     }
 
     /// Queues a message; waits while the queue is full. A supervisor that is gone is noticed by the
@@ -56,9 +56,9 @@ impl Outbox {
 
 /// The thread that writes; joined at the end so that the last message is out.
 #[derive(Debug)]
-pub struct Writer(JoinHandle<()>);
+pub struct ControlWriter(JoinHandle<()>);
 
-impl Writer {
+impl ControlWriter {
     /// Waits until everything is written. All outboxes must be gone.
     pub fn finish(self) {
         if self.0.join().is_err() {
@@ -71,7 +71,7 @@ impl Writer {
 ///
 /// # Errors
 /// When the system has no thread left.
-pub fn start(ends: ControlEnds<ToNetd, FromNetd>) -> std::io::Result<(Inbox, Outbox, Writer)> {
+pub fn start(ends: ControlEnds<ToNetd, FromNetd>) -> std::io::Result<(Inbox, NetdOutbox, ControlWriter)> {
     let (inbox_sender, inbox) = mpsc::channel(QUEUE);
     let (outbox, queue) = mpsc::channel(QUEUE);
     let (receiver, descriptors, sender) = (ends.receiver, ends.descriptors, ends.sender);
@@ -81,7 +81,7 @@ pub fn start(ends: ControlEnds<ToNetd, FromNetd>) -> std::io::Result<(Inbox, Out
     let writer = std::thread::Builder::new()
         .name("control-write".into())
         .spawn(move || write(|message| sender.send(message), queue))?;
-    Ok((inbox, Outbox(outbox), Writer(writer)))
+    Ok((inbox, NetdOutbox(outbox), ControlWriter(writer)))
 }
 
 fn read<E: Display>(

@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 
 use crate::rpc::Service;
 use crate::telemetry::Telemetry;
-use crate::telemetry::minute::{Counters, LastMinute, Rates};
+use crate::telemetry::minute::{Counters, LastMinute, SessionRates};
 
 /// Time between two looks at what the daemon shows and announces of itself.
 pub const INTERVAL: Duration = Duration::from_secs(1);
@@ -21,7 +21,7 @@ pub const INTERVAL: Duration = Duration::from_secs(1);
 /// Shows on the board what the service does, for ever.
 pub async fn show(telemetry: Arc<Telemetry>, service: watch::Receiver<Option<Arc<Service>>>) {
     let (began, mut interval) = (Instant::now(), tokio::time::interval(INTERVAL));
-    let (mut minute, mut rates) = (LastMinute::default(), Rates::default());
+    let (mut minute, mut rates) = (LastMinute::default(), SessionRates::default());
     let mut steps = 0;
     loop {
         interval.tick().await;

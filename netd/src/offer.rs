@@ -36,7 +36,7 @@ pub struct Offer {
     pub limits: Limits,
     config: AnnounceConfig,
     throughput: Throughput,
-    standing: Standing,
+    standing: RecordUpdate,
     /// What workers measured at an earlier start.
     kept: Capacity,
     hidden_size: u32,
@@ -44,7 +44,7 @@ pub struct Offer {
 
 /// What of a record may change while the blocks stay.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Standing {
+pub struct RecordUpdate {
     /// What the network carries.
     pub network: NetworkRate,
     /// Whether others reach this server through relays only.
@@ -53,9 +53,9 @@ pub struct Standing {
 
 impl Offer {
     /// How this server looks after better places.
-    pub fn balance(&self, init: &NetdInit) -> rebalance::Settings {
+    pub fn balance(&self, init: &NetdInit) -> rebalance::BalanceSettings {
         let fixed = matches!(init.config.span, SpanChoice::Fixed(_));
-        rebalance::Settings {
+        rebalance::BalanceSettings {
             prefix: self.prefix.clone(),
             own: self.config.peer_id.clone(),
             blocks: u32::try_from(self.config.model.num_blocks).unwrap_or(u32::MAX),
@@ -136,12 +136,12 @@ impl Offer {
     }
 
     /// What may change of the record.
-    pub fn standing(&self) -> Standing {
+    pub fn standing(&self) -> RecordUpdate {
         self.standing
     }
 
     /// Changes it; what is announced stays until it is announced again.
-    pub fn set_standing(&mut self, standing: Standing) {
+    pub fn set_standing(&mut self, standing: RecordUpdate) {
         self.standing = standing;
     }
 

@@ -40,7 +40,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{debug, error, info, warn};
 
-use crate::control::{self, FromSupervisor, Inbox, Outbox};
+use crate::control::{self, FromSupervisor, Inbox, NetdOutbox};
 use crate::fatal::Fatal;
 use crate::figures;
 use crate::join::{self, Joined};
@@ -60,7 +60,7 @@ use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
 use crate::workers::tally::Tally;
 use messages::{Messages, unexpected};
-use moving::{Coming, HoldOff, Leaving, Progress};
+use moving::{Coming, HoldOff, Leaving, MoveProgress};
 use readiness::Readiness;
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers
@@ -151,14 +151,14 @@ pub fn reactor() -> std::io::Result<tokio::runtime::Runtime> {
         .build()
 }
 
-async fn daemon(inbox: Inbox, outbox: &Outbox) -> Stop {
+async fn daemon(inbox: Inbox, outbox: &NetdOutbox) -> Stop {
     match serve(inbox, outbox).await {
         Ok(never) => match never {},
         Err(stop) => stop,
     }
 }
 
-async fn serve(inbox: Inbox, outbox: &Outbox) -> Result<Infallible, Stop> {
+async fn serve(inbox: Inbox, outbox: &NetdOutbox) -> Result<Infallible, Stop> {
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, mut fds } = messages.next().await.ok_or(Stop::ParentGone)?;
     let metrics = (fds.len() > control::INIT_FDS).then(|| fds.pop()).flatten();
@@ -198,7 +198,7 @@ struct Means {
 
 async fn join_and_offer(
     messages: &mut Messages,
-    outbox: &Outbox,
+    outbox: &NetdOutbox,
     init: Box<NetdInit>,
     means: Means,
     service: watch::Receiver<Option<Arc<Service>>>,
@@ -220,7 +220,7 @@ async fn join_and_offer(
 /// From Listening to the end.
 async fn offer_blocks(
     messages: &mut Messages,
-    outbox: &Outbox,
+    outbox: &NetdOutbox,
     mut init: NetdInit,
     joined: Joined,
     means: Means,
@@ -350,8 +350,8 @@ struct Daemon {
     present: watch::Sender<Option<Span>>,
     /// Spans that would be better.
     wishes: mpsc::Receiver<rebalance::Wish>,
-    progress: mpsc::Sender<Progress>,
-    progressed: mpsc::Receiver<Progress>,
+    progress: mpsc::Sender<MoveProgress>,
+    progressed: mpsc::Receiver<MoveProgress>,
     readiness: Readiness,
     /// Whether the operator has paused the instance.
     is_paused: bool,
@@ -430,7 +430,7 @@ impl Daemon {
         })
     }
 
-    async fn run(mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
+    async fn run(mut self, messages: &mut Messages, outbox: &NetdOutbox) -> Stop {
         let stop = self.run_until_stopped(messages, outbox).await;
         if !matches!(stop, Stop::Drained) {
             self.end_moves().await;
@@ -440,7 +440,7 @@ impl Daemon {
     }
 
     /// Handles messages, moves and failures until one of them ends the daemon.
-    async fn run_until_stopped(&mut self, messages: &mut Messages, outbox: &Outbox) -> Stop {
+    async fn run_until_stopped(&mut self, messages: &mut Messages, outbox: &NetdOutbox) -> Stop {
         let mut figures = tokio::time::interval(figures::INTERVAL);
         loop {
             tokio::select! {
@@ -471,7 +471,7 @@ impl Daemon {
         }
     }
 
-    async fn on_message(&mut self, from: FromSupervisor, outbox: &Outbox) -> Result<(), Stop> {
+    async fn on_message(&mut self, from: FromSupervisor, outbox: &NetdOutbox) -> Result<(), Stop> {
         let FromSupervisor { message, fds } = from;
         match message {
             ToNetd::WorkerUp(up) => {

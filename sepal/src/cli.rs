@@ -40,13 +40,13 @@ use gpu_worker::sample::SampleConfig;
 use gpu_worker::selftest::SelfTestConfig;
 use prepare::cache::CacheConfig;
 use prepare::convert::ConvertConfig;
-use shared::bootstrap::{Identity, init_logging};
+use shared::bootstrap::{LogIdentity, init_logging};
 use shared::config::LogConfig;
 use shared::config::values::is_maddr;
 use shared::control::Role;
 use shared::exit::ExitReason;
 use supervisor::cache_folder::{self, TMP};
-use supervisor::status::Request;
+use supervisor::status::InstanceRequest;
 
 use defaults::with_defaults;
 use layers::{LayerError, Layered};
@@ -187,7 +187,7 @@ pub fn with_log(
     role: &'static str,
     run: impl FnOnce() -> ExitReason,
 ) -> ExitReason {
-    match init_logging(log, Identity { role, worker: None, generation: None }) {
+    match init_logging(log, LogIdentity { role, worker: None, generation: None }) {
         Ok(()) => run(),
         Err(error) => {
             eprintln!("sepal: {error}");
@@ -221,7 +221,7 @@ fn plain(command: Commands, env: Env<'_>) -> Result<Command, String> {
         Commands::Status(args) => Command::Status(args.options()),
         Commands::Top(args) => Command::Top(args.options()),
         Commands::Pause(args) => Command::Order(args.order()),
-        Commands::Resume(args) => Command::Order(args.order(Request::Resume)),
+        Commands::Resume(args) => Command::Order(args.order(InstanceRequest::Resume)),
         Commands::Restart(args) => Command::Order(args.order()),
         Commands::Upgrade(args) => Command::Order(args.order()?),
         Commands::Handover(args) => Command::Handover(args.options()),

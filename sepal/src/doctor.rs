@@ -40,7 +40,7 @@ use shared::sandbox::Support;
 use supervisor::cache_folder;
 
 use crate::cli::DoctorOptions;
-use check::{Finding, Pending, Status, Verdict, late};
+use check::{Finding, PendingObservation, Status, CheckVerdict, late};
 use instances::{InstanceFacts, LiveServer};
 use model_source::ModelKind;
 use storage::DiskNeed;
@@ -100,11 +100,11 @@ fn print(options: &DoctorOptions, findings: &[Finding], out: &mut impl Write) ->
 
 /// What runs in threads while the rest is looked at.
 struct Observations {
-    swarm: Option<Pending<Result<SwarmFacts, String>>>,
-    hub: Option<Pending<Result<HubFacts, String>>>,
-    devices: Pending<devices::DeviceFacts>,
-    instances: Pending<Result<Vec<LiveServer>, String>>,
-    cache: Pending<storage::CacheFacts>,
+    swarm: Option<PendingObservation<Result<SwarmFacts, String>>>,
+    hub: Option<PendingObservation<Result<HubFacts, String>>>,
+    devices: PendingObservation<devices::DeviceFacts>,
+    instances: PendingObservation<Result<Vec<LiveServer>, String>>,
+    cache: PendingObservation<storage::CacheFacts>,
 }
 
 /// All checks, in the order in which they are shown, and the servers that run.
@@ -139,7 +139,7 @@ fn examine(options: &DoctorOptions) -> (Vec<Finding>, Vec<LiveServer>) {
     findings.push(Finding::new("model", judge_model(&source, hub.as_ref())));
     let is_offline = options.offline || config.prepare.hub.offline;
     let no_hub =
-        || Verdict::skipped(if is_offline { OFFLINE } else { "no model of the Hub was named" });
+        || CheckVerdict::skipped(if is_offline { OFFLINE } else { "no model of the Hub was named" });
     findings.push(Finding::new("hub", hub.as_ref().map_or_else(no_hub, network::judge_hub)));
     let swarm = swarm.map(|swarm| swarm.wait().unwrap_or_else(Err));
     findings.extend(of_swarm(options, swarm.as_ref(), hub.as_ref()));
@@ -161,16 +161,16 @@ fn start(options: &DoctorOptions, source: &ModelKind) -> Observations {
     Observations {
         swarm: swarm_excuse(options)
             .is_none()
-            .then(|| Pending::start(SWARM_LIMIT, move || checkup::swarm(&netd))),
+            .then(|| PendingObservation::start(SWARM_LIMIT, move || checkup::swarm(&netd))),
         hub: (needs_hub && !options.offline && !config.prepare.hub.offline)
-            .then(|| Pending::start(HUB_LIMIT, move || checkup::hub(&question))),
-        devices: Pending::start(DEVICE_LIMIT, move || {
+            .then(|| PendingObservation::start(HUB_LIMIT, move || checkup::hub(&question))),
+        devices: PendingObservation::start(DEVICE_LIMIT, move || {
             // A self-test beside a server that fills the device would fail, or take memory from it.
             let running = instances::observe(&config.runtime_dir).unwrap_or_default();
             devices::observe(&mut config, &instances::devices(&running))
         }),
-        instances: Pending::start(LOCAL_LIMIT, move || instances::observe(&runtime_dir)),
-        cache: Pending::start(LOCAL_LIMIT, move || {
+        instances: PendingObservation::start(LOCAL_LIMIT, move || instances::observe(&runtime_dir)),
+        cache: PendingObservation::start(LOCAL_LIMIT, move || {
             storage::observe(&cache, cache_folder::check(&cache))
         }),
     }
@@ -194,7 +194,7 @@ fn of_swarm(
 ) -> [Finding; 4] {
     let netd = &options.config.netd;
     let facts = swarm.and_then(|facts| facts.as_ref().ok());
-    let skipped = || Verdict::skipped(swarm_excuse(options).unwrap_or("the swarm was not joined"));
+    let skipped = || CheckVerdict::skipped(swarm_excuse(options).unwrap_or("the swarm was not joined"));
     let reachability = |facts| {
         network::judge_reachability(facts, !netd.announce_maddrs.is_empty(), netd.use_auto_relay)
     };
@@ -214,26 +214,26 @@ fn asks_router(netd: &NetdConfig) -> bool {
     netd.use_upnp && netd.announce_maddrs.is_empty() && netd.host_maddrs.iter().any(leaves)
 }
 
-fn judge_settings(options: &DoctorOptions) -> Verdict {
+fn judge_settings(options: &DoctorOptions) -> CheckVerdict {
     match (&options.complaint, &options.file) {
         (Some(complaint), _) => {
-            Verdict::problem(complaint, "correct it; the other checks use flags and defaults alone")
+            CheckVerdict::problem(complaint, "correct it; the other checks use flags and defaults alone")
         }
         (None, Some(file)) => {
-            Verdict::ok(format!("settings are also read from {}", file.display()))
+            CheckVerdict::ok(format!("settings are also read from {}", file.display()))
         }
-        (None, None) => Verdict::ok("no file of settings; flags and variables count"),
+        (None, None) => CheckVerdict::ok("no file of settings; flags and variables count"),
     }
 }
 
-fn judge_model(source: &ModelKind, hub: Option<&Result<HubFacts, String>>) -> Verdict {
+fn judge_model(source: &ModelKind, hub: Option<&Result<HubFacts, String>>) -> CheckVerdict {
     match source {
-        ModelKind::None => Verdict::skipped("no MODEL was named"),
+        ModelKind::None => CheckVerdict::skipped("no MODEL was named"),
         ModelKind::Folder(facts) => model_source::judge_folder(facts),
         ModelKind::Neither(name) => model_source::judge_neither(name),
         ModelKind::Repository(name) => match hub {
             Some(facts) => network::judge_model(name, facts),
-            None => Verdict::skipped(format!("{name} is not looked up on the Hub with --offline")),
+            None => CheckVerdict::skipped(format!("{name} is not looked up on the Hub with --offline")),
         },
     }
 }

@@ -10,7 +10,7 @@ use prepare::convert::ConvertConfig;
 use shared::causes::with_causes;
 use shared::escape::escaped;
 use shared::exit::ExitReason;
-use shared::sandbox::{self, Confinement, SandboxError, Subject};
+use shared::sandbox::{self, Confinement, SandboxError, SandboxSubject};
 use supervisor::cache_folder;
 
 /// Links in the folder of a model that are followed.
@@ -51,7 +51,7 @@ fn confine(config: &GatewayConfig, fetch: &FetchConfig) -> Result<(), SandboxErr
         writable: vec![fetch.cache_dir.clone()],
         has_driver: false,
     };
-    sandbox::enter(Subject::Page, &confinement).map(drop)
+    sandbox::enter(SandboxSubject::Page, &confinement).map(drop)
 }
 
 /// A folder and the files that links in it lead to.

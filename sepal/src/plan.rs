@@ -12,7 +12,7 @@ mod table;
 use std::io::{self, Write};
 use std::path::Path;
 
-use model::survey::{FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
+use model::survey::{FormatSurvey, ModelSurvey, CheckpointSource, SurveyFailure, SurveyRequest};
 use shared::block::{Span, longest_run};
 use shared::config::{Device, NetdConfig, QuantType, ServeConfig, SpanChoice, Throughput};
 use shared::exit::ExitReason;
@@ -25,8 +25,8 @@ pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};
 use crate::cli::{PlanOptions, log_notes, with_log};
 use supervisor::cache_folder;
 use supervisor::devices;
-use supervisor::placement::{Placement, Share};
-use supervisor::sizing::{GroupFit, Memory};
+use supervisor::placement::{Placement, DeviceShare};
+use supervisor::sizing::{GroupFit, InstanceMemory};
 use supervisor::spawn::count_along_bus;
 
 /// Prints the plan to standard output; errors go to standard error. Ends with
@@ -81,14 +81,14 @@ fn make(mut config: ServeConfig, formats: &[QuantType]) -> Result<Plan, SurveyFa
         formats,
         choice: config.netd.span,
     })?;
-    Ok(plan(&config, &Memory::of(&config), &survey, NetworkRate::known(&config.netd)))
+    Ok(plan(&config, &InstanceMemory::of(&config), &survey, NetworkRate::known(&config.netd)))
 }
 
 /// What a run with these settings would serve in each surveyed format, `memory` being what it may
 /// use before its devices were surveyed.
 pub fn plan(
     config: &ServeConfig,
-    memory: &Memory,
+    memory: &InstanceMemory,
     survey: &ModelSurvey,
     network: NetworkRate,
 ) -> Plan {
@@ -100,8 +100,8 @@ pub fn plan(
         model: facts.map_or_else(String::new, |facts| facts.name.clone()),
         model_type: facts.map_or_else(String::new, |facts| facts.model_type.clone()),
         commit: match &survey.source {
-            Source::Folder => None,
-            Source::Hub { commit } => Some(commit.clone()),
+            CheckpointSource::Folder => None,
+            CheckpointSource::Hub { commit } => Some(commit.clone()),
         },
         model_blocks: facts.map_or(0, |facts| facts.num_blocks),
         dtype: facts.map_or("", |facts| facts.dtype.name()).to_owned(),
@@ -115,7 +115,7 @@ pub fn plan(
 
 struct Planner<'a> {
     config: &'a ServeConfig,
-    memory: &'a Memory,
+    memory: &'a InstanceMemory,
     survey: &'a ModelSurvey,
     network: NetworkRate,
 }
@@ -126,10 +126,10 @@ impl Planner<'_> {
         let facts = &survey.facts;
         let choice = self.config.netd.span;
         let memory = self.memory.clone().surveyed(survey);
-        let mut shares = Share::groups(&self.config.devices, self.config.world_size);
+        let mut shares = DeviceShare::groups(&self.config.devices, self.config.world_size);
         let mut cuts: &[Vec<u32>] = &[];
         if let Some(speeds) = &survey.speeds {
-            Share::set_rates(&mut shares, &speeds.rates);
+            DeviceShare::set_rates(&mut shares, &speeds.rates);
             cuts = &speeds.cuts;
         }
         let served = memory.served(choice, facts, &shares).map(|blocks| blocks.min(self.held()));
@@ -225,8 +225,8 @@ fn span(choice: SpanChoice, blocks: u32) -> Option<Span> {
     }
 }
 
-fn group_plans(shares: &[Share], fits: &[GroupFit], placements: &[Placement]) -> Vec<GroupPlan> {
-    let of_group = |(index, (share, fit)): (usize, (&Share, &GroupFit))| {
+fn group_plans(shares: &[DeviceShare], fits: &[GroupFit], placements: &[Placement]) -> Vec<GroupPlan> {
+    let of_group = |(index, (share, fit)): (usize, (&DeviceShare, &GroupFit))| {
         let placement = placements.iter().find(|placement| placement.share == index);
         let blocks = placement.map_or(0, |placement| placement.span.block_count());
         GroupPlan {

@@ -200,9 +200,9 @@ mod tests {
     use super::*;
     use supervisor::instance::Instance;
     use supervisor::report::Held;
-    use supervisor::report::Standing;
+    use supervisor::report::Readiness;
     use supervisor::segments::Segments;
-    use supervisor::status::{Answer, StatusSocket};
+    use supervisor::status::{InstanceAnswer, StatusSocket};
 
     /// What is printed while a supervisor tells of `segments`.
     fn shown(options: &StatusOptions, server: &mut Server) -> Result<String, StatusError> {
@@ -218,8 +218,8 @@ mod tests {
                     server.held.iter().find(|(of, _)| *of == worker).map(|(_, held)| *held)
                 };
                 server.socket.answer(|_| {
-                    let report = InstanceReport::of(board.snapshot(), Standing::default(), held);
-                    Answer::Report(Box::new(report))
+                    let report = InstanceReport::of(board.snapshot(), Readiness::default(), held);
+                    InstanceAnswer::Report(Box::new(report))
                 });
             }
             asking.join().unwrap()

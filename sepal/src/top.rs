@@ -26,12 +26,12 @@ use shared::causes::with_causes;
 use shared::exit::ExitReason;
 use supervisor::instance::LiveInstance;
 use supervisor::report::InstanceReport;
-use supervisor::status::{self, Answer, Request as Order};
+use supervisor::status::{self, InstanceAnswer, InstanceRequest as Order};
 
 use crate::status::{StatusOptions, become_owner, report, wanted};
-use state::{Heard, Outcome};
+use state::{Heard, KeyOutcome};
 
-pub use state::{Request, View};
+pub use state::{OperatorRequest, TopState};
 
 /// Time between two questions.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -67,7 +67,7 @@ fn show(options: &StatusOptions) -> Result<(), String> {
     let first = ask(options)?;
     let signals = take_signals().map_err(|errno| format!("cannot take signals: {errno}"))?;
     let reports = listen(options.clone()).map_err(|e| format!("cannot start a thread: {e}"))?;
-    let mut view = View::default();
+    let mut view = TopState::default();
     view.hear(Ok(first));
     let mut terminal = ratatui::try_init().map_err(|e| format!("cannot use the terminal: {e}"))?;
     let shown = watch(&mut terminal, &mut view, &reports, &signals);
@@ -77,7 +77,7 @@ fn show(options: &StatusOptions) -> Result<(), String> {
 
 fn watch(
     terminal: &mut DefaultTerminal,
-    view: &mut View,
+    view: &mut TopState,
     reports: &Receiver<Heard>,
     signals: &SignalFd,
 ) -> io::Result<()> {
@@ -86,12 +86,12 @@ fn watch(
         if event::poll(TICK)? {
             let outcome = match event::read()? {
                 Event::Key(key) => view.key(key),
-                _ => Outcome::Nothing,
+                _ => KeyOutcome::Nothing,
             };
             match outcome {
-                Outcome::Quit => return Ok(()),
-                Outcome::Ask(instance, request) => view.answered(carry(&instance, &request)),
-                Outcome::Nothing => {}
+                KeyOutcome::Quit => return Ok(()),
+                KeyOutcome::Ask(instance, request) => view.answered(carry(&instance, &request)),
+                KeyOutcome::Nothing => {}
             }
         }
         if matches!(signals.read_signal(), Ok(Some(_))) {
@@ -105,13 +105,13 @@ fn watch(
 
 /// Carries out what the person asked of an instance and has confirmed. The answer is a sentence,
 /// either way.
-fn carry(instance: &LiveInstance, request: &Request) -> Result<String, String> {
+fn carry(instance: &LiveInstance, request: &OperatorRequest) -> Result<String, String> {
     let order = match request {
-        Request::Drain => Order::Pause { patience_s: PATIENCE_S },
-        Request::RestartWorker(worker) => Order::Restart { worker: worker.clone() },
+        OperatorRequest::Drain => Order::Pause { patience_s: PATIENCE_S },
+        OperatorRequest::RestartWorker(worker) => Order::Restart { worker: worker.clone() },
     };
     match status::order(&instance.status_socket, &order) {
-        Ok(Answer::Refused { error }) => Err(error),
+        Ok(InstanceAnswer::Refused { error }) => Err(error),
         Ok(_) => Ok(format!("{}: begun", instance.name)),
         Err(error) => Err(format!("the supervisor of {} does not answer: {error}", instance.name)),
     }

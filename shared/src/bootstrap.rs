@@ -56,7 +56,7 @@ pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToC
 pub use descriptors::{
     DescriptorError, DescriptorSocket, MAX_BUNDLE, Packet, recv_packet, send_packet,
 };
-pub use logging::{Identity, LogError, abort_on_panic, init_logging};
+pub use logging::{LogIdentity, LogError, abort_on_panic, init_logging};
 pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
 
 /// How long a child waits for its birth; the parent writes it before the child is started.
@@ -164,7 +164,7 @@ impl Bootstrap {
         ignore_terminal_signals()?;
         offer_to_oom_killer(role);
         abort_on_panic();
-        let identity = Identity {
+        let identity = LogIdentity {
             role: role.name(),
             worker: birth.worker,
             generation: Some(birth.generation),

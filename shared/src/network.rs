@@ -12,13 +12,13 @@ mod rate;
 use crate::config::{NetdConfig, Throughput};
 
 pub use file::RateFile;
-pub use link::Link;
+pub use link::NetworkLink;
 pub use rate::{ASSUMED_BITS_PER_S, NetworkRate, RateSource};
 
 impl NetworkRate {
     /// What is known of the network without asking anybody, by these settings.
     pub fn known(config: &NetdConfig) -> NetworkRate {
-        let link = Link::of_system();
+        let link = NetworkLink::of_system();
         let file = config.rates_dir.as_deref().map(RateFile::new);
         let takes_kept = config.throughput == Throughput::Measure;
         let kept = file.filter(|_| takes_kept).and_then(|file| file.kept(&link));

@@ -47,7 +47,7 @@ fn expected_modes(_: &str) -> String {
 
 /// Whom [`table`] is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Subject {
+pub enum SandboxSubject {
     Netd,
     Worker,
     /// The reader of checkpoints.
@@ -56,12 +56,12 @@ pub enum Subject {
     Page,
 }
 
-impl From<Role> for Subject {
-    fn from(role: Role) -> Subject {
+impl From<Role> for SandboxSubject {
+    fn from(role: Role) -> SandboxSubject {
         match role {
-            Role::Netd => Subject::Netd,
-            Role::Worker => Subject::Worker,
-            Role::Prepare => Subject::Prepare,
+            Role::Netd => SandboxSubject::Netd,
+            Role::Worker => SandboxSubject::Worker,
+            Role::Prepare => SandboxSubject::Prepare,
         }
     }
 }
@@ -140,7 +140,7 @@ impl fmt::Display for Support {
 ///
 /// # Errors
 /// [`SandboxError`] if the mode asks for more than the kernel can.
-pub fn enter(who: Subject, confinement: &Confinement) -> Result<Support, SandboxError> {
+pub fn enter(who: SandboxSubject, confinement: &Confinement) -> Result<Support, SandboxError> {
     if confinement.mode == SandboxMode::Off {
         return Ok(Support { files: false, calls: false });
     }

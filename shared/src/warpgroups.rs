@@ -155,7 +155,7 @@ fn bit(kernel: WarpgroupKernel) -> u16 {
 
 /// What a sample of one kernel showed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Verdict {
+pub enum SampleVerdict {
     /// It gives the bits of the kernel for warps: it is used.
     SameBits,
     /// It gives other bits: it is not used.
@@ -165,7 +165,7 @@ pub enum Verdict {
 }
 
 /// Verdicts of kernels. A kernel without one is not used.
-pub type Verdicts = BTreeMap<WarpgroupKernel, Verdict>;
+pub type Verdicts = BTreeMap<WarpgroupKernel, SampleVerdict>;
 
 /// Which kernels for warpgroups (`wgmma`) a device uses instead of those for warps (`mma.sync`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -186,12 +186,12 @@ pub const COMPUTED_FACTOR: f64 = 2.0;
 impl Warpgroups {
     /// The kernels that are used.
     pub fn used(&self) -> WarpgroupKernels {
-        self.those(|verdict| *verdict == Some(&Verdict::SameBits))
+        self.those(|verdict| *verdict == Some(&SampleVerdict::SameBits))
     }
 
     /// The kernels that may be launched, if only for comparisons.
     pub fn harmless(&self) -> WarpgroupKernels {
-        self.those(|verdict| matches!(verdict, Some(Verdict::SameBits | Verdict::OtherBits)))
+        self.those(|verdict| matches!(verdict, Some(SampleVerdict::SameBits | SampleVerdict::OtherBits)))
     }
 
     /// The kernels that failed, and why.
@@ -200,8 +200,8 @@ impl Warpgroups {
             return None.into_iter().flatten();
         };
         let failed = verdicts.iter().filter_map(|(kernel, verdict)| match verdict {
-            Verdict::Failed(why) => Some((*kernel, why.as_str())),
-            Verdict::SameBits | Verdict::OtherBits => None,
+            SampleVerdict::Failed(why) => Some((*kernel, why.as_str())),
+            SampleVerdict::SameBits | SampleVerdict::OtherBits => None,
         });
         Some(failed).into_iter().flatten()
     }
@@ -211,7 +211,7 @@ impl Warpgroups {
         *self != Warpgroups::Missing && self.used() != WarpgroupKernels::ALL
     }
 
-    fn those(&self, is_wanted: impl Fn(&Option<&Verdict>) -> bool) -> WarpgroupKernels {
+    fn those(&self, is_wanted: impl Fn(&Option<&SampleVerdict>) -> bool) -> WarpgroupKernels {
         match self {
             Warpgroups::Sampled(verdicts) => WarpgroupKernel::ALL
                 .into_iter()
@@ -242,7 +242,7 @@ impl fmt::Display for Warpgroups {
         let mut separator = "";
         for kernel in WarpgroupKernels::ALL.without(self.used()).iter() {
             let why = match verdicts.get(&kernel) {
-                Some(Verdict::Failed(why)) => why,
+                Some(SampleVerdict::Failed(why)) => why,
                 Some(_) => "other bits",
                 None => "not sampled",
             };
@@ -273,16 +273,16 @@ pub enum SampleLine {
     /// This kernel is launched next.
     Launches(String),
     /// The sample of a kernel is done. The verdict is never [`Verdict::Failed`].
-    Found(WarpgroupKernel, Verdict),
+    Found(WarpgroupKernel, SampleVerdict),
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn sampled(others: &[(WarpgroupKernel, Option<Verdict>)]) -> Warpgroups {
+    fn sampled(others: &[(WarpgroupKernel, Option<SampleVerdict>)]) -> Warpgroups {
         let mut all: Verdicts =
-            WarpgroupKernel::ALL.into_iter().map(|kernel| (kernel, Verdict::SameBits)).collect();
+            WarpgroupKernel::ALL.into_iter().map(|kernel| (kernel, SampleVerdict::SameBits)).collect();
         for (kernel, verdict) in others {
             match verdict {
                 Some(verdict) => all.insert(*kernel, verdict.clone()),
@@ -296,8 +296,8 @@ mod tests {
     fn a_kernel_is_used_only_where_its_own_sample_gave_the_same_bits() {
         let [plain, f16, int8, ..] = WarpgroupKernel::ALL;
         let some = sampled(&[
-            (plain, Some(Verdict::OtherBits)),
-            (f16, Some(Verdict::Failed("it faulted".to_owned()))),
+            (plain, Some(SampleVerdict::OtherBits)),
+            (f16, Some(SampleVerdict::Failed("it faulted".to_owned()))),
             (int8, None),
         ]);
         let not_used = [plain, f16, int8].into_iter().collect();

@@ -89,7 +89,7 @@ impl AsFd for Wake {
 
 /// Messages for a child, by its role.
 #[derive(Debug)]
-enum Outbox {
+enum ChildOutbox {
     Prepare(SyncSender<ToChild<ToPrepare>>),
     Netd(SyncSender<ToChild<ToNetd>>),
     Worker(SyncSender<ToChild<ToWorker>>),
@@ -109,7 +109,7 @@ pub enum Message {
 /// The poll loop's side of a control channel.
 #[derive(Debug)]
 pub struct Channel {
-    outbox: Outbox,
+    outbox: ChildOutbox,
     inbox: Receiver<Heard>,
     server: String,
 }
@@ -122,9 +122,9 @@ impl Channel {
     /// written.
     pub fn open(role: Role, wake: &Wake) -> io::Result<Channel> {
         match role {
-            Role::Prepare => open(wake, Outbox::Prepare, Up::Prepare),
-            Role::Netd => open(wake, Outbox::Netd, Up::Netd),
-            Role::Worker => open(wake, Outbox::Worker, Up::Worker),
+            Role::Prepare => open(wake, ChildOutbox::Prepare, Up::Prepare),
+            Role::Netd => open(wake, ChildOutbox::Netd, Up::Netd),
+            Role::Worker => open(wake, ChildOutbox::Worker, Up::Worker),
         }
     }
 
@@ -137,9 +137,9 @@ impl Channel {
     /// its role.
     pub fn send(&self, message: Message) -> bool {
         match (&self.outbox, message) {
-            (Outbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message.into()),
-            (Outbox::Netd(outbox), Message::Netd(message)) => put(outbox, message.into()),
-            (Outbox::Worker(outbox), Message::Worker(message)) => put(outbox, message.into()),
+            (ChildOutbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message.into()),
+            (ChildOutbox::Netd(outbox), Message::Netd(message)) => put(outbox, message.into()),
+            (ChildOutbox::Worker(outbox), Message::Worker(message)) => put(outbox, message.into()),
             _ => false,
         }
     }
@@ -148,9 +148,9 @@ impl Channel {
     /// on; false if it does not read.
     pub fn hold(&self, holds: bool) -> bool {
         match &self.outbox {
-            Outbox::Prepare(outbox) => put(outbox, held(holds)),
-            Outbox::Netd(outbox) => put(outbox, held(holds)),
-            Outbox::Worker(outbox) => put(outbox, held(holds)),
+            ChildOutbox::Prepare(outbox) => put(outbox, held(holds)),
+            ChildOutbox::Netd(outbox) => put(outbox, held(holds)),
+            ChildOutbox::Worker(outbox) => put(outbox, held(holds)),
         }
     }
 
@@ -186,7 +186,7 @@ fn put<T>(outbox: &SyncSender<T>, message: T) -> bool {
 
 fn open<Down, Message>(
     wake: &Wake,
-    outbox: fn(SyncSender<ToChild<Down>>) -> Outbox,
+    outbox: fn(SyncSender<ToChild<Down>>) -> ChildOutbox,
     wrap: fn(Message) -> Up,
 ) -> io::Result<Channel>
 where

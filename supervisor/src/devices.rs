@@ -29,9 +29,9 @@ use tracing::{info, warn};
 
 use crate::cache_folder;
 use crate::placement::{MAX_DEVICES, threads};
-use sample::Candidate;
+use sample::SampleCandidate;
 use subprocess::{Output, Subprocess};
-use verdict::{Subject, sentence};
+use verdict::{VerdictSubject, sentence};
 
 /// Time for the driver to say which devices there are.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -186,7 +186,7 @@ pub fn examine(
 }
 
 /// A device that is in use, by an earlier test if there is one.
-fn untested(folder: &Path, candidate: &Candidate<'_>) -> Examined {
+fn untested(folder: &Path, candidate: &SampleCandidate<'_>) -> Examined {
     let known: Option<Option<String>> = candidate.subject.read(folder, KIND);
     Examined {
         device: candidate.device(),
@@ -209,7 +209,7 @@ fn of_named(folder: &Path, devices: &[Device], limit: Duration) -> Vec<(Device, 
     }
     match list() {
         Ok(list) => {
-            let is_named = |one: &Candidate<'_>| devices.contains(&one.device());
+            let is_named = |one: &SampleCandidate<'_>| devices.contains(&one.device());
             let named: Vec<_> = candidates(&list).filter(is_named).collect();
             let sampled = sample::warpgroups(folder, &named, limit);
             named.iter().map(|one| one.device()).zip(sampled).collect()
@@ -286,18 +286,18 @@ fn list() -> Result<CudaDevices, String> {
 }
 
 /// The devices of a list that can be used at all.
-fn candidates(list: &CudaDevices) -> impl Iterator<Item = Candidate<'_>> {
+fn candidates(list: &CudaDevices) -> impl Iterator<Item = SampleCandidate<'_>> {
     (0..).zip(&list.devices).filter_map(|(ordinal, found)| {
         let found = found.as_ref().ok()?;
-        let subject = Subject::new(found, list.driver_version);
-        Some(Candidate { ordinal, found, subject })
+        let subject = VerdictSubject::new(found, list.driver_version);
+        Some(SampleCandidate { ordinal, found, subject })
     })
 }
 
 /// What is wrong with a device, as an earlier test or a new one found. Kernels for warpgroups that
 /// fail are not tested: others take their place.
-fn tested(folder: &Path, candidate: &Candidate<'_>, warpgroups: &Warpgroups) -> Option<String> {
-    let (device, Candidate { found, subject, .. }) = (candidate.device(), candidate);
+fn tested(folder: &Path, candidate: &SampleCandidate<'_>, warpgroups: &Warpgroups) -> Option<String> {
+    let (device, SampleCandidate { found, subject, .. }) = (candidate.device(), candidate);
     if let Some(known) = subject.read(folder, KIND) {
         return known;
     }

@@ -51,14 +51,14 @@ use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
 use crate::instance::Instance;
 use crate::listener::{self, ListeningSocket};
-use crate::placement::Share;
+use crate::placement::DeviceShare;
 use crate::restarts::Deaths;
 use crate::segments::{MakeError, Segments};
 use crate::service::Service;
-use crate::sizing::{self, Memory};
+use crate::sizing::{self, InstanceMemory};
 use crate::status::StatusSocket;
 use crate::terminal::Screen;
-use crate::tree::{Action, Beat, ChildId, Event, ExitStatus, Policy, Tree, Up};
+use crate::tree::{Action, Beat, ChildId, TreeEvent, ExitStatus, Policy, Tree, Up};
 use crate::web::Web;
 use crate::weights::Weights;
 
@@ -82,8 +82,8 @@ pub fn run(
     instance: &Instance,
     feed: &mut Option<Feed>,
     reread: Reread<'_>,
-) -> Result<Outcome, LoopError> {
-    Driver::new(config, instance, feed, reread)?.run()
+) -> Result<RunOutcome, LoopError> {
+    TreeDriver::new(config, instance, feed, reread)?.run()
 }
 
 pub use reload::{Reread, changed};
@@ -92,7 +92,7 @@ use upgrade::{Upgrade, UpgradeNotes};
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct RunOutcome {
     /// Why, which becomes the exit code.
     pub reason: ExitReason,
     /// What the operator must do, in one sentence, unless the run ended as it was asked to.
@@ -127,9 +127,9 @@ impl LoopError {
 }
 
 /// What a run is made of, made now or handed over by another executable.
-struct Parts {
+struct RunParts {
     tree: Tree,
-    pending: VecDeque<Event>,
+    pending: VecDeque<TreeEvent>,
     processes: Vec<ChildProcess>,
     segments: Segments,
     weights: Weights,
@@ -141,16 +141,16 @@ struct Parts {
     arguments: Vec<OsString>,
 }
 
-struct Driver<'a> {
+struct TreeDriver<'a> {
     config: ServeConfig,
     instance: &'a Instance,
     tree: Tree,
-    pending: VecDeque<Event>,
+    pending: VecDeque<TreeEvent>,
     processes: Vec<ChildProcess>,
     segments: Segments,
     weights: Weights,
     /// Workers that wait for files of weights.
-    waiting: Vec<weights::Waiting>,
+    waiting: Vec<weights::WaitingWorker>,
     facts: Option<ModelFacts>,
     /// The blocks that clients are told of.
     span: Option<shared::block::Span>,
@@ -200,27 +200,27 @@ struct Ready {
     ended: Vec<bool>,
 }
 
-impl<'a> Driver<'a> {
+impl<'a> TreeDriver<'a> {
     fn new(
         config: ServeConfig,
         instance: &'a Instance,
         feed: &'a mut Option<Feed>,
         reread: Reread<'a>,
-    ) -> Result<Driver<'a>, LoopError> {
+    ) -> Result<TreeDriver<'a>, LoopError> {
         let policy = Policy {
             restart: config.restart,
             drain_timeout: config.drain_timeout,
-            shares: Share::groups(&config.devices, config.world_size),
+            shares: DeviceShare::groups(&config.devices, config.world_size),
             cuts: Vec::new(),
             span: config.netd.span,
             fallback: config.fallback,
-            memory: Memory::of(&config),
+            memory: InstanceMemory::of(&config),
             pace: Liveness::of(config.restart.hang_timeout).pace,
         };
         let started = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let parts = Parts {
+        let parts = RunParts {
             tree: Tree::new(policy),
-            pending: VecDeque::from([Event::Start]),
+            pending: VecDeque::from([TreeEvent::Start]),
             processes: Vec::new(),
             segments: Segments::new(instance, started.map_or(0, |since| since.as_secs()))?,
             weights: Weights::default(),
@@ -232,7 +232,7 @@ impl<'a> Driver<'a> {
             wake: Wake::new().map_err(|e| LoopError::System("make an eventfd", e))?,
             arguments: std::env::args_os().collect(),
         };
-        Driver::of_parts(config, instance, feed, reread, parts)
+        TreeDriver::of_parts(config, instance, feed, reread, parts)
     }
 
     /// A driver of what was made now, or handed over by another executable.
@@ -241,21 +241,21 @@ impl<'a> Driver<'a> {
         instance: &'a Instance,
         feed: &'a mut Option<Feed>,
         reread: Reread<'a>,
-        parts: Parts,
-    ) -> Result<Driver<'a>, LoopError> {
+        parts: RunParts,
+    ) -> Result<TreeDriver<'a>, LoopError> {
         let liveness = Liveness::of(config.restart.hang_timeout);
         // From here on a signal ends the run in order.
         let signals = take_signals().map_err(|e| LoopError::System("take signals", e.into()))?;
-        let Parts { tree, mut pending, processes, segments, weights, status, .. } = parts;
-        let Parts { metrics, page, leaving_pages, wake, arguments, .. } = parts;
+        let RunParts { tree, mut pending, processes, segments, weights, status, .. } = parts;
+        let RunParts { metrics, page, leaving_pages, wake, arguments, .. } = parts;
         if let Some(parent) = config.end_with
             && !ends_with(parent)?
         {
             warn!(parent, "parent process is gone, stopping");
-            pending = VecDeque::from([Event::Stop]);
+            pending = VecDeque::from([TreeEvent::Stop]);
         }
         let now = Instant::now();
-        Ok(Driver {
+        Ok(TreeDriver {
             tree,
             pending,
             processes,
@@ -291,13 +291,13 @@ impl<'a> Driver<'a> {
         })
     }
 
-    fn run(mut self) -> Result<Outcome, LoopError> {
+    fn run(mut self) -> Result<RunOutcome, LoopError> {
         self.prepare_confinement().map_err(LoopError::Unsafe)?;
         loop {
             self.work_off();
             if let Some(reason) = self.finished {
                 let complaint = self.complaint.take().filter(|_| reason != ExitReason::Clean);
-                return Ok(Outcome { reason, complaint, successor: self.successor() });
+                return Ok(RunOutcome { reason, complaint, successor: self.successor() });
             }
             self.follow_web();
             let ready = self.sleep()?;
@@ -313,7 +313,7 @@ impl<'a> Driver<'a> {
             {
                 match i32::try_from(signal.ssi_signo) {
                     Ok(nix::libc::SIGHUP) => self.hung_up(),
-                    _ => self.pending.push_back(Event::Stop),
+                    _ => self.pending.push_back(TreeEvent::Stop),
                 }
             }
             self.reap(&ready.ended)?;
@@ -323,7 +323,7 @@ impl<'a> Driver<'a> {
             self.follow_examinations();
             self.follow_upgrade();
             self.follow_weights();
-            self.pending.push_back(Event::Tick);
+            self.pending.push_back(TreeEvent::Tick);
         }
     }
 
@@ -333,7 +333,7 @@ impl<'a> Driver<'a> {
             return;
         }
         while let Some(event) = self.pending.pop_front() {
-            if let Event::Said(_, _, up) = &event {
+            if let TreeEvent::Said(_, _, up) = &event {
                 self.heard(up);
             }
             for action in self.tree.on(event, Instant::now()) {
@@ -348,7 +348,7 @@ impl<'a> Driver<'a> {
             Up::Prepare(message) => self.heard_prepare(message),
             Up::Netd(FromNetd::Rated(rating)) => {
                 self.tell_rating(rating);
-                self.pending.push_back(Event::Stop);
+                self.pending.push_back(TreeEvent::Stop);
             }
             _ => {}
         }
@@ -410,18 +410,18 @@ impl<'a> Driver<'a> {
                 match child.channel.next() {
                     None => break,
                     Some(Heard::Message(up)) => {
-                        self.pending.push_back(Event::Said(id, generation, up));
+                        self.pending.push_back(TreeEvent::Said(id, generation, up));
                     }
                     Some(Heard::Held) => child.is_held = true,
                     Some(Heard::Flooded) => {
-                        self.pending.push_back(Event::Unruly(
+                        self.pending.push_back(TreeEvent::Unruly(
                             id,
                             generation,
                             "floods its control channel",
                         ));
                     }
                     Some(Heard::Garbled) => {
-                        self.pending.push_back(Event::Unruly(
+                        self.pending.push_back(TreeEvent::Unruly(
                             id,
                             generation,
                             "sent garbage on its control channel",
@@ -429,7 +429,7 @@ impl<'a> Driver<'a> {
                     }
                     Some(Heard::Closed) => {
                         child.closed = true;
-                        self.pending.push_back(Event::Closed(id, generation));
+                        self.pending.push_back(TreeEvent::Closed(id, generation));
                     }
                 }
                 if taken == MESSAGES_PER_ROUND {
@@ -459,7 +459,7 @@ impl<'a> Driver<'a> {
             if let Some((end, _)) = child.end {
                 let end = child.fault.unwrap_or(end);
                 self.deaths.died(child.id, child.generation, &end);
-                self.pending.push_back(Event::Ended(child.id, child.generation, end));
+                self.pending.push_back(TreeEvent::Ended(child.id, child.generation, end));
             }
         }
     }
@@ -483,7 +483,7 @@ impl<'a> Driver<'a> {
                 limit: self.liveness.limit(&shown),
                 waits_for: self.waits_for(child.id, child.generation),
             };
-            self.pending.push_back(Event::Beat(child.id, child.generation, beat));
+            self.pending.push_back(TreeEvent::Beat(child.id, child.generation, beat));
         }
         self.show_service();
         self.look_for_sessions();
@@ -522,7 +522,7 @@ impl<'a> Driver<'a> {
             }
             Action::AskRoom(span) => {
                 let why_not = self.no_room(span);
-                self.pending.push_back(Event::Room(span, why_not));
+                self.pending.push_back(TreeEvent::Room(span, why_not));
             }
             Action::Examine(device) => self.examine(device),
             Action::Note(text) => warn!("{text}"),
@@ -547,7 +547,7 @@ impl<'a> Driver<'a> {
         let facts = self.facts.as_ref()?;
         let devices = self.tree.shares().iter().flat_map(|share| &share.devices);
         let with_memory = devices.clone().filter(|device| !device.is_processor());
-        let memory = Memory {
+        let memory = InstanceMemory {
             available_bytes: sizing::available_bytes(),
             workers: devices.count() as u64,
             netd: self.config.netd.clone(),
@@ -593,7 +593,7 @@ impl<'a> Driver<'a> {
                     reason: ExitReason::Failed,
                     message: with_causes(&error),
                 };
-                self.pending.push_back(Event::Ended(id, generation, end));
+                self.pending.push_back(TreeEvent::Ended(id, generation, end));
             }
         }
     }

@@ -15,12 +15,12 @@ use shared::shm::pair::RingIdentity;
 use shared::survey::Survey;
 
 use crate::handed::{Fd, Handed};
-use crate::handover::{HandedChild, Handover, Pending};
+use crate::handover::{HandedChild, Handover, PendingEvent};
 use crate::instance::Instance;
-use crate::placement::Share;
+use crate::placement::DeviceShare;
 use crate::segments::{KvChoice, Segments};
-use crate::sizing::Memory;
-use crate::tree::{ChildId, Event, Policy, Tree, Up};
+use crate::sizing::InstanceMemory;
+use crate::tree::{ChildId, TreeEvent, Policy, Tree, Up};
 use crate::weights::Weights;
 
 /// A tree whose workers were started.
@@ -28,21 +28,21 @@ fn tree(config: &ServeConfig) -> Tree {
     let mut tree = Tree::new(Policy {
         restart: config.restart,
         drain_timeout: config.drain_timeout,
-        shares: Share::groups(&config.devices, config.world_size),
+        shares: DeviceShare::groups(&config.devices, config.world_size),
         cuts: Vec::new(),
         span: config.netd.span,
         fallback: config.fallback,
-        memory: Memory::of(config),
+        memory: InstanceMemory::of(config),
         pace: Duration::from_secs(1),
     });
-    let said = |id, up| Event::Said(id, Generation(1), up);
+    let said = |id, up| TreeEvent::Said(id, Generation(1), up);
     let facts = testkit::facts::llama_70b();
     let listening = FromNetd::Listening {
         peer_id: "12D3KooW".into(),
         addrs: vec!["/ip4/1.2.3.4/tcp/5".into()],
     };
     let events = [
-        Event::Start,
+        TreeEvent::Start,
         said(ChildId::Prepare, Up::Prepare(FromPrepare::Surveyed(Box::new(Survey::of(facts))))),
         said(ChildId::Netd, Up::Netd(listening)),
         said(ChildId::Netd, Up::Netd(FromNetd::ProposedSpan(Span::new(0, 4).expect("a span")))),
@@ -88,7 +88,7 @@ fn state(config: ServeConfig) -> Vec<u8> {
         page: None,
         leaving_pages: Vec::new(),
         children: vec![child],
-        pending: vec![Pending::Said(ChildId::Netd, Generation(1), said)],
+        pending: vec![PendingEvent::Said(ChildId::Netd, Generation(1), said)],
         segments: segments.hand_over(&mut handed).expect("descriptors"),
         weights: Weights::default().hand_over(&mut handed).expect("descriptors"),
         facts: Some(testkit::facts::llama_70b()),
@@ -114,7 +114,7 @@ fn fuzz_states_of_an_upgrade() {
             Handover::read(&*again).expect("what was written is read");
             // A tree that was read goes on without a panic, whatever it holds.
             let mut tree = state.tree.clone();
-            let mut events = VecDeque::from([Event::HandedOver(state.patience), Event::Tick]);
+            let mut events = VecDeque::from([TreeEvent::HandedOver(state.patience), TreeEvent::Tick]);
             while let Some(event) = events.pop_front() {
                 tree.on(event, Instant::now());
             }

@@ -52,7 +52,7 @@ pub struct HandedChild {
 
 /// What had happened and was not told to the tree yet.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Pending {
+pub enum PendingEvent {
     Said(ChildId, Generation, Up),
     /// A child's process was reaped.
     Ended(ChildId, Generation, ExitStatus),
@@ -84,7 +84,7 @@ pub struct Handover {
     pub tree: Tree,
     pub children: Vec<HandedChild>,
     /// What the tree has yet to hear.
-    pub pending: Vec<Pending>,
+    pub pending: Vec<PendingEvent>,
     pub segments: HandedSegments,
     /// The files of the weights.
     pub weights: Vec<HandedWeights>,

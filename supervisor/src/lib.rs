@@ -52,13 +52,13 @@ pub mod weights;
 use std::ffi::OsString;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use shared::bootstrap::{Identity, init_logging};
+use shared::bootstrap::{LogIdentity, init_logging};
 use shared::causes::with_causes;
 use shared::config::ServeConfig;
 use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 
-use crate::events::Outcome;
+use crate::events::RunOutcome;
 pub use crate::events::{Reread, changed};
 use crate::feed::Feed;
 use crate::handover::Handover;
@@ -69,7 +69,7 @@ use crate::instance::Instance;
 /// for good, and children die with the thread. `notes` are logged first; what goes wrong is in the
 /// log. `reread` reads the settings again after SIGHUP.
 pub fn serve(config: ServeConfig, notes: &[String], reread: Reread<'_>) -> ExitReason {
-    let identity = Identity { role: "supervisor", worker: None, generation: None };
+    let identity = LogIdentity { role: "supervisor", worker: None, generation: None };
     if let Err(error) = init_logging(&config.log, identity) {
         eprintln!("sepal: {}", with_causes(&error));
         return ExitReason::BadConfig;
@@ -90,7 +90,7 @@ pub fn resume(state: i32, reread: Reread<'_>) -> ExitReason {
             return ExitReason::ProtocolMismatch;
         }
     };
-    let identity = Identity { role: "supervisor", worker: None, generation: None };
+    let identity = LogIdentity { role: "supervisor", worker: None, generation: None };
     if let Err(error) = init_logging(&state.config.log, identity) {
         eprintln!("sepal: {}", with_causes(&error));
         return ExitReason::BadConfig;
@@ -109,8 +109,8 @@ fn feed_of(config: &ServeConfig) -> Option<Feed> {
 }
 
 /// The end of a run, or of its executable.
-fn ended(outcome: Outcome, feed: Option<Feed>, arguments: Vec<OsString>) -> ExitReason {
-    let Outcome { mut reason, mut complaint, successor } = outcome;
+fn ended(outcome: RunOutcome, feed: Option<Feed>, arguments: Vec<OsString>) -> ExitReason {
+    let RunOutcome { mut reason, mut complaint, successor } = outcome;
     if let Some(path) = successor {
         info!(path = %path.display(), "starting the new executable");
         let error = handover::start_anew(&path, arguments);
@@ -128,9 +128,9 @@ fn ended(outcome: Outcome, feed: Option<Feed>, arguments: Vec<OsString>) -> Exit
 }
 
 /// Runs what another executable handed over, once there is a log.
-fn go_on(mut state: Handover, feed: &mut Option<Feed>, reread: Reread<'_>) -> Outcome {
+fn go_on(mut state: Handover, feed: &mut Option<Feed>, reread: Reread<'_>) -> RunOutcome {
     let failed =
-        |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
+        |reason, complaint| RunOutcome { reason, complaint: Some(complaint), successor: None };
     let name = std::mem::take(&mut state.instance);
     let lock = match state.lock.take() {
         Ok(lock) => lock,
@@ -146,8 +146,8 @@ fn go_on(mut state: Handover, feed: &mut Option<Feed>, reread: Reread<'_>) -> Ou
     finish(events::resume(state, &instance, feed, reread), &instance)
 }
 
-fn finish(outcome: Result<Outcome, events::LoopError>, instance: &Instance) -> Outcome {
-    let outcome = outcome.unwrap_or_else(|error| Outcome {
+fn finish(outcome: Result<RunOutcome, events::LoopError>, instance: &Instance) -> RunOutcome {
+    let outcome = outcome.unwrap_or_else(|error| RunOutcome {
         reason: error.exit_reason(),
         complaint: Some(with_causes(&error)),
         successor: None,
@@ -168,9 +168,9 @@ fn keep_sockets_in(instance: &Instance) {
 }
 
 /// Runs an instance once there is a log.
-fn run(mut config: ServeConfig, feed: &mut Option<Feed>, reread: Reread<'_>) -> Outcome {
+fn run(mut config: ServeConfig, feed: &mut Option<Feed>, reread: Reread<'_>) -> RunOutcome {
     let failed =
-        |reason, complaint| Outcome { reason, complaint: Some(complaint), successor: None };
+        |reason, complaint| RunOutcome { reason, complaint: Some(complaint), successor: None };
     if let Err(why) = devices::choose(&mut config) {
         return failed(ExitReason::BadConfig, why);
     }

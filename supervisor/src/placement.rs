@@ -14,7 +14,7 @@ pub const MAX_DEVICES: usize = 15;
 
 /// A group of devices that can serve, and how fast it is beside the others.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Share {
+pub struct DeviceShare {
     /// The devices, in the order of ranks.
     pub devices: Vec<Device>,
     /// Relative speed; equal speeds get equal parts. Values that are not positive and finite count
@@ -27,16 +27,16 @@ pub fn names(devices: &[Device]) -> String {
     devices.iter().map(Device::to_string).collect::<Vec<_>>().join(" + ")
 }
 
-impl Share {
+impl DeviceShare {
     /// `devices` in groups of `world_size`, all of one speed.
-    pub fn groups(devices: &[Device], world_size: usize) -> Vec<Share> {
+    pub fn groups(devices: &[Device], world_size: usize) -> Vec<DeviceShare> {
         let groups = devices.chunks(world_size.max(1));
-        groups.map(|devices| Share { devices: devices.to_vec(), rate: 1.0 }).collect()
+        groups.map(|devices| DeviceShare { devices: devices.to_vec(), rate: 1.0 }).collect()
     }
 
     /// Gives `groups` the speeds of their devices, which are in the order of the groups. Ranks share
     /// each block, so that their speeds add up.
-    pub fn set_rates(groups: &mut [Share], rates: &[f64]) {
+    pub fn set_rates(groups: &mut [DeviceShare], rates: &[f64]) {
         let mut rates = rates.iter();
         for group in groups {
             group.rate = rates.by_ref().take(group.devices.len()).sum();
@@ -68,7 +68,7 @@ impl Placement {
 /// Cuts `span` into contiguous parts, in the order of the groups: as an earlier start did
 /// (`decided`, blocks of each group), if that still fits, else by [`share_out`]. `most` is the
 /// number of blocks that the memory of each group holds.
-pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
+pub fn cut(span: Span, shares: &[DeviceShare], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
     let blocks = span.block_count();
     let holds = |(index, count): (usize, &u32)| most.get(index).is_none_or(|most| count <= most);
     let known = decided.iter().find(|cut| {
@@ -92,7 +92,7 @@ pub fn cut(span: Span, shares: &[Share], most: &[u32], decided: &[Vec<u32>]) -> 
 /// Blocks of each group: in proportion to their rates, but no more than the memory of a group
 /// holds, and at least one. When there are fewer blocks than groups, the last groups get none and
 /// are left out. If all groups together hold too little, memory does not count.
-pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
+pub fn share_out(blocks: usize, shares: &[DeviceShare], most: &[u32]) -> Vec<usize> {
     let used = shares.get(..shares.len().min(blocks)).unwrap_or(shares);
     let limit = |index: usize| most.get(index).map_or(blocks, |&most| (most as usize).max(1));
     let mut limits: Vec<usize> = (0..used.len()).map(limit).collect();
@@ -114,11 +114,11 @@ pub fn share_out(blocks: usize, shares: &[Share], most: &[u32]) -> Vec<usize> {
     counts
 }
 
-fn rate(share: &Share) -> f64 {
+fn rate(share: &DeviceShare) -> f64 {
     if share.rate.is_finite() && share.rate > 0.0 { share.rate } else { 1.0 }
 }
 
-fn in_proportion(blocks: usize, used: &[Share]) -> Vec<usize> {
+fn in_proportion(blocks: usize, used: &[DeviceShare]) -> Vec<usize> {
     let total: f64 = used.iter().map(rate).sum();
     let (mut start, mut seen) = (0, 0.0);
     let mut counts = Vec::with_capacity(used.len());
@@ -135,7 +135,7 @@ fn in_proportion(blocks: usize, used: &[Share]) -> Vec<usize> {
 
 fn placement(
     index: usize,
-    share: &Share,
+    share: &DeviceShare,
     whole: Span,
     part: std::ops::Range<usize>,
 ) -> Option<Placement> {
@@ -209,8 +209,8 @@ mod tests {
 
     use super::*;
 
-    fn shares(rates: &[f64]) -> Vec<Share> {
-        rates.iter().map(|&rate| Share { devices: vec![Device::Cpu], rate }).collect()
+    fn shares(rates: &[f64]) -> Vec<DeviceShare> {
+        rates.iter().map(|&rate| DeviceShare { devices: vec![Device::Cpu], rate }).collect()
     }
 
     /// The spans of devices without a limit, decided for the first time.
@@ -261,14 +261,14 @@ mod tests {
     #[test]
     fn groups_of_devices_get_parts_like_single_ones() {
         let devices = [0, 1, 2, 3].map(Device::Cuda);
-        let placements = cut(span(0, 8), &Share::groups(&devices, 2), &[], &[]);
+        let placements = cut(span(0, 8), &DeviceShare::groups(&devices, 2), &[], &[]);
         let [first, second] = &placements[..] else { panic!("{placements:?}") };
         assert_eq!((&first.devices[..], first.span), (&devices[..2], span(0, 4)));
         assert_eq!((&second.devices[..], second.span), (&devices[2..], span(4, 8)));
         let workers: Vec<String> = second.workers().map(|worker| worker.to_string()).collect();
         assert_eq!(workers, ["1.0", "1.1"]);
         assert!(second.workers().all(|worker| worker.world_size == WorldSize(2)));
-        assert_eq!(Share::groups(&devices, 1).len(), 4);
+        assert_eq!(DeviceShare::groups(&devices, 1).len(), 4);
     }
 
     #[test]

@@ -148,7 +148,7 @@ impl Pause {
 
 /// What the operator may expect of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
+pub struct Readiness {
     /// Whether clients can come: it is announced, netd runs, and all workers of its blocks do.
     pub ready: bool,
     /// Whether it is paused.
@@ -162,7 +162,7 @@ impl InstanceReport {
     /// What a board shows, of workers that have what `held` says.
     pub fn of(
         board: BoardSnapshot,
-        standing: Standing,
+        standing: Readiness,
         held: impl Fn(WorkerId) -> Option<Held>,
     ) -> InstanceReport {
         let BoardSnapshot { instance, supervisor_pid, started_unix_s, children, figures } = board;
@@ -171,7 +171,7 @@ impl InstanceReport {
             child(of, held, &figures)
         };
         let children = children.into_iter().map(report).collect();
-        let Standing { ready, pause } = standing;
+        let Readiness { ready, pause } = standing;
         let pause = pause.name().to_owned();
         InstanceReport {
             instance,

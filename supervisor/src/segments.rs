@@ -21,7 +21,7 @@ use shared::config::{Device, KvMirror};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::shm::board::{Board, BoardError};
 use shared::shm::doorbell::Doorbell;
-use shared::shm::group::{Group, GroupMapError, GroupShape};
+use shared::shm::group::{GroupOwner, GroupMapError, GroupShape};
 use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use shared::shm::sessions::SESSIONS_BYTES;
@@ -96,15 +96,15 @@ pub struct Rings {
 
 /// What the ranks of a generation of a group share.
 #[derive(Debug)]
-struct Shared {
+struct GroupSegments {
     shape: GroupShape,
-    group: Group,
+    group: GroupOwner,
     /// By rank the ends of its sockets to the others, until it gets them; none before the first
     /// rank asks.
     sockets: Vec<Vec<OwnedFd>>,
 }
 
-impl Shared {
+impl GroupSegments {
     fn is_of(&self, group: GroupId, generation: Generation) -> bool {
         (self.shape.group, self.shape.generation) == (group, generation)
     }
@@ -120,7 +120,7 @@ pub struct Segments {
     kv: Vec<Kv>,
     kv_made: u32,
     rings: Vec<Rings>,
-    groups: Vec<Shared>,
+    groups: Vec<GroupSegments>,
 }
 
 impl Segments {
@@ -219,7 +219,7 @@ impl Segments {
     ///
     /// # Errors
     /// [`MakeError::Group`].
-    pub fn group(&mut self, instance: &Instance, shape: &GroupShape) -> Result<&Group, MakeError> {
+    pub fn group(&mut self, instance: &Instance, shape: &GroupShape) -> Result<&GroupOwner, MakeError> {
         Ok(&self.shared(instance, shape)?.group)
     }
 
@@ -248,13 +248,13 @@ impl Segments {
         &mut self,
         instance: &Instance,
         shape: &GroupShape,
-    ) -> Result<&mut Shared, MakeError> {
+    ) -> Result<&mut GroupSegments, MakeError> {
         let index = match self.groups.iter().position(|made| made.shape == *shape) {
             Some(index) => index,
             None => {
                 let name = group_name(instance, shape);
-                let group = Group::create(&name, shape)?;
-                self.groups.push(Shared { shape: *shape, group, sockets: Vec::new() });
+                let group = GroupOwner::create(&name, shape)?;
+                self.groups.push(GroupSegments { shape: *shape, group, sockets: Vec::new() });
                 self.groups.len() - 1
             }
         };
@@ -262,7 +262,7 @@ impl Segments {
     }
 
     /// What the ranks of a generation of a group share, if it was made.
-    pub fn made_group(&self, group: GroupId, generation: Generation) -> Option<&Group> {
+    pub fn made_group(&self, group: GroupId, generation: Generation) -> Option<&GroupOwner> {
         let made = self.groups.iter().find(|made| made.is_of(group, generation));
         made.map(|made| &made.group)
     }
@@ -404,8 +404,8 @@ impl Segments {
             let segment = fds.next().ok_or(MakeError::TooLarge(0))??;
             let bells = fds.collect::<Result<Vec<_>, _>>()?;
             let name = group_name(instance, &shape);
-            let group = Group::adopt(&name, &shape, segment, bells)?;
-            segments.groups.push(Shared { shape, group, sockets: Vec::new() });
+            let group = GroupOwner::adopt(&name, &shape, segment, bells)?;
+            segments.groups.push(GroupSegments { shape, group, sockets: Vec::new() });
         }
         Ok(segments)
     }

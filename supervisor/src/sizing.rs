@@ -18,7 +18,7 @@ use shared::job::MAX_BODY_BYTES;
 use shared::model::{ModelFacts, RankShare};
 use shared::survey::DeviceMemory;
 
-use crate::placement::Share;
+use crate::placement::DeviceShare;
 
 pub use decide::GroupFit;
 pub use nodes::{NodeMemory, node_memory};
@@ -43,7 +43,7 @@ const DEVICE_EXCHANGE_BYTES: u64 = 4 << 20;
 
 /// The memory that an instance may use.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Memory {
+pub struct InstanceMemory {
     /// Bytes that are free or can be freed; `None` when the system does not tell.
     pub available_bytes: Option<u64>,
     /// Workers of the instance.
@@ -65,14 +65,14 @@ pub struct Memory {
 }
 
 /// What the memory of devices holds of a group of them; most groups are a single device.
-struct Held<'a> {
+struct HeldMemory<'a> {
     /// The one that holds the fewest blocks, or shares of them.
     device: &'a DeviceMemory,
     need: Need,
     blocks: u32,
 }
 
-impl Memory {
+impl InstanceMemory {
     /// What blocks of this model need of the memory of the machine, per worker's share.
     pub fn need(&self, facts: &ModelFacts) -> Need {
         let limits = self.netd.limits(facts);
@@ -134,10 +134,10 @@ impl Memory {
     }
 
     /// What each group on devices with memory of their own holds, in the order of the groups.
-    fn held<'a>(&'a self, facts: &ModelFacts) -> Vec<Held<'a>> {
+    fn held<'a>(&'a self, facts: &ModelFacts) -> Vec<HeldMemory<'a>> {
         let held = |(device, share): (&'a DeviceMemory, Option<&RankShare>)| {
             let need = self.device_need(facts, device, share);
-            Held { device, need, blocks: need.most_blocks(device.free_bytes) }
+            HeldMemory { device, need, blocks: need.most_blocks(device.free_bytes) }
         };
         if self.ranks.is_empty() {
             return self.devices.iter().map(|device| held((device, None))).collect();
@@ -227,13 +227,13 @@ impl Memory {
 
     /// Most blocks that each of `groups` holds, at most all of the model. Those of processors share
     /// the memory of the machine evenly.
-    pub fn most_per_group(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
+    pub fn most_per_group(&self, facts: &ModelFacts, groups: &[DeviceShare]) -> Vec<u32> {
         let by_machine = self.most_by_machine(facts, groups);
         let on_nodes = |index| self.most_on_nodes(facts, groups, index);
         by_machine.into_iter().enumerate().map(|(index, most)| most.min(on_nodes(index))).collect()
     }
 
-    fn most_by_machine(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<u32> {
+    fn most_by_machine(&self, facts: &ModelFacts, groups: &[DeviceShare]) -> Vec<u32> {
         if !self.has_ranks() {
             let devices: Vec<Device> =
                 groups.iter().flat_map(|group| group.devices.iter().copied()).collect();
@@ -362,8 +362,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    pub(crate) fn memory(available_bytes: u64) -> Memory {
-        Memory {
+    pub(crate) fn memory(available_bytes: u64) -> InstanceMemory {
+        InstanceMemory {
             available_bytes: Some(available_bytes),
             workers: 1,
             netd: NetdConfig {
@@ -384,9 +384,9 @@ pub(crate) mod tests {
         let facts = ModelFacts { client_bytes: 1000 << 20, ..llama_70b() };
         let ten = memory((2464 + 10 * 536) << 20);
         let most =
-            |memory: &Memory| memory.need(&facts).most_blocks(memory.available_bytes.unwrap());
+            |memory: &InstanceMemory| memory.need(&facts).most_blocks(memory.available_bytes.unwrap());
         // 1064 MiB are as much as two blocks, almost.
-        assert_eq!((most(&ten), most(&Memory { has_page: true, ..ten.clone() })), (10, 8));
+        assert_eq!((most(&ten), most(&InstanceMemory { has_page: true, ..ten.clone() })), (10, 8));
     }
 
     #[test]
@@ -404,10 +404,10 @@ pub(crate) mod tests {
         let exactly = |blocks: u64| memory((2464 + blocks * 536) << 20);
         assert_eq!(exactly(7).fit(SpanChoice::All, &facts), Ok(7));
         let one_byte_less =
-            Memory { available_bytes: Some(((2464 + 7 * 536) << 20) - 1), ..exactly(7) };
+            InstanceMemory { available_bytes: Some(((2464 + 7 * 536) << 20) - 1), ..exactly(7) };
         assert_eq!(one_byte_less.fit(SpanChoice::All, &facts), Ok(6));
         assert_eq!(exactly(500).fit(SpanChoice::All, &facts), Ok(80));
-        let unknown = Memory { available_bytes: None, ..exactly(1) };
+        let unknown = InstanceMemory { available_bytes: None, ..exactly(1) };
         assert_eq!(unknown.fit(SpanChoice::Count(80), &facts), Ok(80));
     }
 
@@ -443,13 +443,13 @@ pub(crate) mod tests {
         assert!(machine.no_room_beside(&facts, None, 10, None).is_some());
         assert!(machine.no_room_beside(&facts, Some(4), 1, Some(5376 << 20)).is_none());
         assert!(machine.no_room_beside(&facts, Some(6), 1, Some(5376 << 20)).is_some());
-        let on_device = Memory {
+        let on_device = InstanceMemory {
             devices: vec![DeviceMemory { device: Device::Cuda(0), free_bytes: 0, work_bytes: 0 }],
             ..machine.clone()
         };
         assert_eq!(on_device.no_room_beside(&facts, Some(80), 80, Some(4 << 30)), None);
         // But for a mirror of their KV cache: 80 x 96 MiB.
-        let mirrored = Memory { kv_mirror: KvMirror::On, ..on_device };
+        let mirrored = InstanceMemory { kv_mirror: KvMirror::On, ..on_device };
         assert!(mirrored.no_room_beside(&facts, None, 80, None).is_some());
         assert_eq!(mirrored.no_room_beside(&facts, None, 30, None), None);
     }
@@ -457,7 +457,7 @@ pub(crate) mod tests {
     #[test]
     fn blocks_on_a_device_are_counted_in_its_memory() {
         let facts = llama_70b();
-        let on_device = |free_bytes: u64, count: u64| Memory {
+        let on_device = |free_bytes: u64, count: u64| InstanceMemory {
             workers: count,
             devices: vec![
                 DeviceMemory {
@@ -488,7 +488,7 @@ pub(crate) mod tests {
             assert!(refusal.contains(part), "{refusal}");
         }
         // A mirror that must be needs memory of the machine, where 4320 MiB are.
-        let mirrored = Memory { kv_mirror: KvMirror::On, ..exactly(50, 1) };
+        let mirrored = InstanceMemory { kv_mirror: KvMirror::On, ..exactly(50, 1) };
         assert_eq!(mirrored.fit(SpanChoice::All, &facts), Ok(19));
         let refusal = mirrored.fit(SpanChoice::Count(20), &facts).unwrap_err();
         assert!(refusal.contains("19 would fit"), "{refusal}");
@@ -505,18 +505,18 @@ pub(crate) mod tests {
             work_bytes: 100 << 20,
         };
         let two =
-            Memory { workers: 2, devices: vec![with(0, 20), with(1, 7)], ..memory(4320 << 20) };
+            InstanceMemory { workers: 2, devices: vec![with(0, 20), with(1, 7)], ..memory(4320 << 20) };
         let devices = [Device::Cuda(0), Device::Cuda(1)];
         assert_eq!(two.most_per_device(&facts, &devices), [20, 7]);
         assert_eq!(two.fit(SpanChoice::All, &facts), Ok(27));
         let refusal = two.fit(SpanChoice::Count(28), &facts).unwrap_err();
         assert!(refusal.contains("on cuda:1") && refusal.contains("27 would fit"), "{refusal}");
-        let none = Memory { devices: vec![with(0, 20), with(1, 0)], ..two };
+        let none = InstanceMemory { devices: vec![with(0, 20), with(1, 0)], ..two };
         assert!(none.fit(SpanChoice::All, &facts).unwrap_err().contains("on cuda:1"));
         // Two processors share the memory of the machine.
-        let machine = Memory { workers: 2, ..memory((3200 + 8 * 536) << 20) };
+        let machine = InstanceMemory { workers: 2, ..memory((3200 + 8 * 536) << 20) };
         let fixed_two = machine.need(&facts).fixed;
-        let machine = Memory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
+        let machine = InstanceMemory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
         assert_eq!(machine.most_per_device(&facts, &[Device::Cpu; 2]), [4, 4]);
     }
 
@@ -532,15 +532,15 @@ pub(crate) mod tests {
             copied_bytes: 60 << 20,
             is_slow: false,
         };
-        let whole = Memory { workers: 2, ..memory(0) };
-        let group = Memory { ranks: vec![vec![rank(4, 221), rank(5, 220)]], ..whole.clone() };
+        let whole = InstanceMemory { workers: 2, ..memory(0) };
+        let group = InstanceMemory { ranks: vec![vec![rank(4, 221), rank(5, 220)]], ..whole.clone() };
         let (one, need) = (whole.need(&facts), group.need(&facts));
         assert_eq!(need.weights, 441 << 20);
         assert_eq!(need.kv, one.kv / 8 * 9);
         // Two buffers of 1 MiB each, and the log.
         assert_eq!(need.fixed - one.fixed, (2 * 2 + 8) << 20);
         let available = need.fixed + 6 * need.per_block();
-        let group = |bytes| Memory { available_bytes: Some(bytes), ..group.clone() };
+        let group = |bytes| InstanceMemory { available_bytes: Some(bytes), ..group.clone() };
         let most = |bytes| group(bytes).fit(SpanChoice::All, &facts);
         assert_eq!((most(available), most(available - 1)), (Ok(6), Ok(5)));
         let refusal = group(available).fit(SpanChoice::Count(7), &facts).unwrap_err();
@@ -548,14 +548,14 @@ pub(crate) mod tests {
             refusal.contains("7 x (441.0 MiB of weights + 108.0 MiB of KV cache)"),
             "{refusal}"
         );
-        let shares = Share::groups(&[Device::Cpu; 2], 2);
+        let shares = DeviceShare::groups(&[Device::Cpu; 2], 2);
         assert_eq!(group(available).most_per_group(&facts, &shares), [6]);
         // Two groups have one block each of two, and a segment each.
-        let two = Memory { ranks: vec![group(0).ranks[0].clone(); 2], workers: 4, ..group(0) };
+        let two = InstanceMemory { ranks: vec![group(0).ranks[0].clone(); 2], workers: 4, ..group(0) };
         let of_two = two.need(&facts);
         assert_eq!((of_two.weights, of_two.kv), (need.weights, need.kv));
-        let two = Memory { available_bytes: Some(of_two.total(6)), ..two };
-        let shares = Share::groups(&[Device::Cpu; 4], 2);
+        let two = InstanceMemory { available_bytes: Some(of_two.total(6)), ..two };
+        let shares = DeviceShare::groups(&[Device::Cpu; 4], 2);
         assert_eq!(two.most_per_group(&facts, &shares), [3, 3]);
     }
 
@@ -580,7 +580,7 @@ pub(crate) mod tests {
             free_bytes,
             work_bytes: 100 << 20,
         };
-        let with = |small: u64, large: u64| Memory {
+        let with = |small: u64, large: u64| InstanceMemory {
             workers: 2,
             devices: vec![
                 card(0, fixed(2) + small * block(2, 111)),
@@ -589,7 +589,7 @@ pub(crate) mod tests {
             ranks: vec![vec![rank(2, 111), rank(6, 331)]],
             ..memory(64 << 30)
         };
-        let groups = Share::groups(&[Device::Cuda(0), Device::Cuda(1)], 2);
+        let groups = DeviceShare::groups(&[Device::Cuda(0), Device::Cuda(1)], 2);
         for (small, large, most) in [(9, 7, 7), (5, 7, 5), (200, 100, 80)] {
             let of = with(small, large);
             assert_eq!(of.fit(SpanChoice::All, &facts), Ok(most));
@@ -601,7 +601,7 @@ pub(crate) mod tests {
         assert!(refusal.contains("7 would fit"), "{refusal}");
         // What the workers copy out of the files is in the memory of the machine, and a mirror of
         // all pages that must be.
-        let need = |kv_mirror| Memory { kv_mirror, ..with(9, 7) }.need(&facts);
+        let need = |kv_mirror| InstanceMemory { kv_mirror, ..with(9, 7) }.need(&facts);
         assert_eq!((need(KvMirror::Auto).weights, need(KvMirror::Auto).kv), (120 << 20, 0));
         assert_eq!(need(KvMirror::On).kv, 96 << 20);
     }

@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 
 use crate::report::InstanceReport;
 
-pub use request::{Answer, MAX_PATIENCE, Request};
+pub use request::{InstanceAnswer, MAX_PATIENCE, InstanceRequest};
 
 /// Connections that are accepted before the supervisor does something else.
 const CONNECTIONS_AT_ONCE: usize = 16;
@@ -41,12 +41,12 @@ pub struct StatusSocket {
     listener: UnixListener,
     /// Whether the last connection could not be taken, for lack of descriptors perhaps.
     is_paused: bool,
-    waiting: Vec<Caller>,
+    waiting: Vec<StatusConnection>,
 }
 
 /// A connection whose request is not complete.
 #[derive(Debug)]
-struct Caller {
+struct StatusConnection {
     stream: UnixStream,
     request: Vec<u8>,
     since: Instant,
@@ -96,14 +96,14 @@ impl StatusSocket {
 
     /// Answers those whose request is complete. Those that have not connected yet are accepted in
     /// the next round.
-    pub fn answer(&mut self, mut answer: impl FnMut(Request) -> Answer) {
+    pub fn answer(&mut self, mut answer: impl FnMut(InstanceRequest) -> InstanceAnswer) {
         self.accept();
         self.waiting.retain_mut(|caller| match caller.read() {
             Ok(None) => true,
             Ok(Some(line)) => {
-                let answer = match Request::parse(&line) {
+                let answer = match InstanceRequest::parse(&line) {
                     Ok(request) => answer(request),
-                    Err(error) => Answer::Refused { error },
+                    Err(error) => InstanceAnswer::Refused { error },
                 };
                 if let Err(error) = send(&caller.stream, &answer) {
                     debug!(%error, "cannot answer a status request");
@@ -135,12 +135,12 @@ impl StatusSocket {
             if self.waiting.len() == MAX_WAITING {
                 self.waiting.remove(0);
             }
-            self.waiting.push(Caller { stream, request: Vec::new(), since: Instant::now() });
+            self.waiting.push(StatusConnection { stream, request: Vec::new(), since: Instant::now() });
         }
     }
 }
 
-impl Caller {
+impl StatusConnection {
     /// The line of its request, once it is complete.
     fn read(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut buffer = [0; MAX_REQUEST_BYTES];
@@ -163,7 +163,7 @@ impl Caller {
     }
 }
 
-fn send(mut stream: &UnixStream, answer: &Answer) -> io::Result<()> {
+fn send(mut stream: &UnixStream, answer: &InstanceAnswer) -> io::Result<()> {
     stream.write_all(&serde_json::to_vec(answer)?)
 }
 
@@ -175,7 +175,7 @@ fn send(mut stream: &UnixStream, answer: &Answer) -> io::Result<()> {
 /// When nobody listens there, or no report comes in time.
 pub fn ask(path: &Path, brief: bool) -> io::Result<InstanceReport> {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-    let request = Request::Report { brief };
+    let request = InstanceRequest::Report { brief };
     let answer = match order(path, &request) {
         Err(error) if [BrokenPipe, ConnectionReset, UnexpectedEof].contains(&error.kind()) => {
             order(path, &request)
@@ -183,9 +183,9 @@ pub fn ask(path: &Path, brief: bool) -> io::Result<InstanceReport> {
         answer => answer,
     };
     match answer? {
-        Answer::Report(report) => Ok(*report),
-        Answer::Accepted => Err(io::ErrorKind::InvalidData.into()),
-        Answer::Refused { error } => Err(io::Error::other(error)),
+        InstanceAnswer::Report(report) => Ok(*report),
+        InstanceAnswer::Accepted => Err(io::ErrorKind::InvalidData.into()),
+        InstanceAnswer::Refused { error } => Err(io::Error::other(error)),
     }
 }
 
@@ -193,7 +193,7 @@ pub fn ask(path: &Path, brief: bool) -> io::Result<InstanceReport> {
 ///
 /// # Errors
 /// When nobody listens there, or no answer comes in time.
-pub fn order(path: &Path, request: &Request) -> io::Result<Answer> {
+pub fn order(path: &Path, request: &InstanceRequest) -> io::Result<InstanceAnswer> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
@@ -229,15 +229,15 @@ mod tests {
             let (mut stream, _) = listener.accept().unwrap();
             // Bytes that nobody read would cut this one off too.
             io::BufRead::read_line(&mut io::BufReader::new(&stream), &mut String::new()).unwrap();
-            let answer = Answer::Report(Box::new(report()));
+            let answer = InstanceAnswer::Report(Box::new(report()));
             stream.write_all(&serde_json::to_vec(&answer).unwrap()).unwrap();
             drop(stream);
             assert_eq!(asking.join().unwrap().unwrap().supervisor_pid, 7);
         });
     }
 
-    fn reporting(_: Request) -> Answer {
-        Answer::Report(Box::new(report()))
+    fn reporting(_: InstanceRequest) -> InstanceAnswer {
+        InstanceAnswer::Report(Box::new(report()))
     }
 
     fn socket() -> (tempfile::TempDir, std::path::PathBuf, StatusSocket) {
@@ -289,8 +289,8 @@ mod tests {
         stream.write_all(bytes).unwrap();
         for _ in 0..4 {
             socket.answer(|request| {
-                assert_eq!(request, Request::Resume);
-                Answer::Accepted
+                assert_eq!(request, InstanceRequest::Resume);
+                InstanceAnswer::Accepted
             });
         }
         drop(socket);

@@ -52,16 +52,16 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::model::{ModelFacts, RankShare};
 use shared::survey::Capacity;
 
-pub use action::{Action, Down, Event, Init, Order, Policy, Up};
+pub use action::{Action, Down, TreeEvent, Init, Order, Policy, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
-use group::{Group, Worker};
+use group::{WorkerGroup, Worker};
 use moving::Move;
 use upgrade::Replacing;
 
-use crate::placement::Share;
-use crate::report::{Held, Pause, Standing};
+use crate::placement::DeviceShare;
+use crate::report::{Held, Pause, Readiness};
 
 /// What netd said in its present generation.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -78,7 +78,7 @@ pub struct Tree {
     prepare: Child,
     netd: Child,
     said: NetdSaid,
-    groups: Vec<Group>,
+    groups: Vec<WorkerGroup>,
     /// Devices of the largest group at the start.
     most_ranks: usize,
     facts: Option<ModelFacts>,
@@ -158,7 +158,7 @@ impl Tree {
     }
 
     /// The groups of devices that serve.
-    pub fn shares(&self) -> &[Share] {
+    pub fn shares(&self) -> &[DeviceShare] {
         &self.policy.shares
     }
 
@@ -192,40 +192,40 @@ impl Tree {
     }
 
     /// Takes in one event and says what to do now.
-    pub fn on(&mut self, event: Event, now: Instant) -> Vec<Action> {
+    pub fn on(&mut self, event: TreeEvent, now: Instant) -> Vec<Action> {
         let mut out = Vec::new();
         if self.finished {
             return out;
         }
         match event {
-            Event::Start => {
+            TreeEvent::Start => {
                 self.spawn(ChildId::Prepare, now, &mut out);
                 self.spawn(ChildId::Netd, now, &mut out);
             }
-            Event::Ordered(order) => self.ordered(order, now, &mut out),
-            Event::Stop => self.stop(now, &mut out),
-            Event::Tick => {}
-            Event::Said(id, generation, up) if self.is(id, generation) => {
+            TreeEvent::Ordered(order) => self.ordered(order, now, &mut out),
+            TreeEvent::Stop => self.stop(now, &mut out),
+            TreeEvent::Tick => {}
+            TreeEvent::Said(id, generation, up) if self.is(id, generation) => {
                 self.said(id, up, now, &mut out)
             }
-            Event::Ended(id, generation, end) if self.is(id, generation) => {
+            TreeEvent::Ended(id, generation, end) if self.is(id, generation) => {
                 self.ended(id, &end, now, &mut out)
             }
-            Event::Closed(id, generation) if self.is(id, generation) => {
+            TreeEvent::Closed(id, generation) if self.is(id, generation) => {
                 if let Some(child) = self.child_mut(id) {
                     child.channel_closed(now);
                 }
             }
-            Event::Unruly(id, generation, what) if self.is(id, generation) => {
+            TreeEvent::Unruly(id, generation, what) if self.is(id, generation) => {
                 self.kill(id, what.to_owned(), now, &mut out);
             }
-            Event::Beat(id, generation, beat) if self.is(id, generation) => {
+            TreeEvent::Beat(id, generation, beat) if self.is(id, generation) => {
                 self.beat(id, beat, now, &mut out)
             }
-            Event::Examined(device, fault) => self.examined(device, fault, now, &mut out),
-            Event::HandedOver(patience) => self.handed_over(patience),
-            Event::Idle => self.idle(now, &mut out),
-            Event::Room(span, why_not) => self.room(span, why_not, now, &mut out),
+            TreeEvent::Examined(device, fault) => self.examined(device, fault, now, &mut out),
+            TreeEvent::HandedOver(patience) => self.handed_over(patience),
+            TreeEvent::Idle => self.idle(now, &mut out),
+            TreeEvent::Room(span, why_not) => self.room(span, why_not, now, &mut out),
             _ => {}
         }
         self.check_times(now, &mut out);
@@ -265,7 +265,7 @@ impl Tree {
     }
 
     fn children(&self) -> impl Iterator<Item = &Child> {
-        [&self.prepare, &self.netd].into_iter().chain(self.groups.iter().flat_map(Group::children))
+        [&self.prepare, &self.netd].into_iter().chain(self.groups.iter().flat_map(WorkerGroup::children))
     }
 
     fn child_mut(&mut self, id: ChildId) -> Option<&mut Child> {
@@ -280,11 +280,11 @@ impl Tree {
         self.group_mut(id.group)?.workers.iter_mut().find(|worker| worker.id == id)
     }
 
-    fn group(&self, id: GroupId) -> Option<&Group> {
+    fn group(&self, id: GroupId) -> Option<&WorkerGroup> {
         self.groups.iter().find(|group| group.id() == id)
     }
 
-    fn group_mut(&mut self, id: GroupId) -> Option<&mut Group> {
+    fn group_mut(&mut self, id: GroupId) -> Option<&mut WorkerGroup> {
         self.groups.iter_mut().find(|group| group.id() == id)
     }
 

@@ -13,7 +13,7 @@ use crate::harness::peer::PROMPT;
 use crate::harness::peer::{Peer, Session, noise};
 use crate::harness::session::{assert_close, join};
 use crate::harness::{self, SEPAL, Sepal, serve_args, wait_for};
-use client::batch::{Gradients, backward, forward_kept};
+use client::batch::{BatchGradients, backward, forward_kept};
 use client::states::{Hidden, Prompts};
 use nix::sys::signal::{Signal, kill};
 use shared::dtype::DType;
@@ -119,7 +119,7 @@ async fn the_fallback_serves_for_a_device_that_fails_until_it_works_again() {
 }
 
 /// Gradients of inputs and prompts.
-async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> Gradients {
+async fn gradients(sepal: &Sepal, blocks: Range<u32>, tokens: usize) -> BatchGradients {
     let swarm = join(&sepal.addr(), "demo", BLOCKS.end).await;
     let (rows, dtype) = (2, DType::F32);
     let states =

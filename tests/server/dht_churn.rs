@@ -9,7 +9,7 @@ use netd::dht_node::DhtNodeConfig;
 use netd::join::Joined;
 use swarm::dht::driver::unix_now;
 use swarm::dht::id::DhtId;
-use swarm::dht::storage::{Item, Stored, Timed};
+use swarm::dht::storage::{Item, StoredValue, Timed};
 use swarm::wire::msgpack::Value;
 use tokio::time::timeout;
 
@@ -54,8 +54,8 @@ async fn announce(through: &Joined, server: usize, blocks: usize) {
 async fn lost(reader: &Joined, blocks: usize) -> Vec<(usize, usize)> {
     let found = reader.dht.get_many((0..blocks).map(key).collect(), true);
     let found = found.await.expect("get");
-    let entries = |stored: &Option<Stored>| match stored {
-        Some(Stored::Dictionary(entries)) => entries.iter().map(|(tag, _)| tag.to_vec()).collect(),
+    let entries = |stored: &Option<StoredValue>| match stored {
+        Some(StoredValue::Dictionary(entries)) => entries.iter().map(|(tag, _)| tag.to_vec()).collect(),
         _ => Vec::new(),
     };
     let mut lost = Vec::new();

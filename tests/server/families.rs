@@ -10,7 +10,7 @@ use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
 use client::head::Head;
 use client::local::LocalModel;
-use client::report::Report;
+use client::report::GenerationReport;
 use client::sampling::{Sampler, SamplingConfig};
 
 /// Most guesses for one step.
@@ -36,7 +36,7 @@ impl Family {
         serde_json::from_value(self.golden[key].clone()).expect("tokens")
     }
 
-    async fn decode(&self, sampling: SamplingConfig, guesses: usize) -> Report {
+    async fn decode(&self, sampling: SamplingConfig, guesses: usize) -> GenerationReport {
         let model = LocalModel::load(&self.folder, None, 1).expect("the model");
         let prefix = format!("tiny-{}", self.name);
         let swarm = join(&self.sepal.addr(), &prefix, model.num_blocks()).await;

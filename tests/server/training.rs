@@ -7,8 +7,8 @@ use crate::harness::golden::{Golden, close};
 use crate::harness::peer::noise;
 use crate::harness::session::{SHAPES, join};
 use crate::harness::{Dht, Sepal, all_at_once, block_on};
-use client::batch::{Gradients, backward, forward, forward_kept};
-use client::chain::{Chain, ChainError, Step};
+use client::batch::{BatchGradients, backward, forward, forward_kept};
+use client::chain::{Chain, ChainError, ChainStep};
 use client::states::{Hidden, Prompts};
 use p2p::PeerId;
 use shared::dtype::DType;
@@ -102,7 +102,7 @@ async fn a_server_that_dies_before_the_backward_pass_is_replaced_and_the_gradien
     let lost: PeerId = bottom.peer_id().parse().unwrap();
     let (_, kept) = forward_kept(&swarm, 0..8, &input, None).await.unwrap();
     assert!(kept.legs().flatten().all(|(peer, _)| peer != lost));
-    let Gradients { inputs, .. } = backward(&swarm, &kept, &gradient).await.unwrap();
+    let BatchGradients { inputs, .. } = backward(&swarm, &kept, &gradient).await.unwrap();
     assert_eq!(inputs.shape(), input.shape());
     swarm.leave().await;
     drop(spare);
@@ -129,7 +129,7 @@ async fn rolled_back_and_reordered(devices: &[&str]) {
     let mut chain = Chain::open(&swarm, 64).await.unwrap();
     let used: Vec<PeerId> = chain.legs().map(|(peer, _)| peer).collect();
     let mut undisturbed = Chain::open(&undisturbed_swarm, 64).await.unwrap();
-    let step = |tokens, seed, hypo_ids: Option<[i64; 3]>| Step {
+    let step = |tokens, seed, hypo_ids: Option<[i64; 3]>| ChainStep {
         hidden: states(3, tokens, WIDTH, seed),
         hypo_ids: hypo_ids.map(Vec::from),
         prompts: (seed == 0).then(|| prompts(8, 3, 4, WIDTH, 50)),

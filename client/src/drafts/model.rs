@@ -14,7 +14,7 @@ use shared::ids::PageId;
 use tokenizers::Tokenizer;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::checkpoint::{Checkpoint, Matrix};
+use crate::checkpoint::{Checkpoint, CheckpointMatrix};
 use crate::local::{LocalModel, LocalModelError};
 use crate::sampling::argmax;
 
@@ -52,7 +52,7 @@ pub enum DraftError {
 /// A handle on the model. Its thread ends with the last one.
 #[derive(Clone, Debug)]
 pub struct DraftModel {
-    requests: mpsc::Sender<Request>,
+    requests: mpsc::Sender<DraftRequest>,
     held: Arc<AtomicUsize>,
 }
 
@@ -97,7 +97,7 @@ impl Drop for Cache {
 }
 
 #[derive(Debug)]
-struct Request {
+struct DraftRequest {
     cache: Cache,
     text: Vec<u32>,
     limit: usize,
@@ -128,23 +128,23 @@ impl DraftModel {
     }
 
     /// For one text.
-    pub(super) fn reader(&self) -> Reader {
+    pub(super) fn reader(&self) -> DraftReader {
         let held = self.held.clone();
         let cache = Cache { tokens: Vec::new(), blocks: Vec::new(), table: Vec::new(), held };
-        Reader { requests: self.requests.clone(), holder: Holder::Here(cache) }
+        DraftReader { requests: self.requests.clone(), holder: CacheHolder::Here(cache) }
     }
 }
 
 /// The model for one text.
 #[derive(Debug)]
-pub(super) struct Reader {
-    requests: mpsc::Sender<Request>,
-    holder: Holder,
+pub(super) struct DraftReader {
+    requests: mpsc::Sender<DraftRequest>,
+    holder: CacheHolder,
 }
 
 /// Who has the cache of a text.
 #[derive(Debug)]
-enum Holder {
+enum CacheHolder {
     Here(Cache),
     /// With the model.
     Away(oneshot::Receiver<(Cache, Vec<u32>)>),
@@ -152,11 +152,11 @@ enum Holder {
     Lost,
 }
 
-impl Reader {
+impl DraftReader {
     /// Has the model read `text`; nobody waits for it.
     pub fn read(&mut self, text: &[u32]) {
         if let Some(answer) = self.send(text, 0) {
-            self.holder = Holder::Away(answer);
+            self.holder = CacheHolder::Away(answer);
         }
     }
 
@@ -168,29 +168,29 @@ impl Reader {
         let Ok((cache, guesses)) = answer.await else {
             return Vec::new();
         };
-        self.holder = Holder::Here(cache);
+        self.holder = CacheHolder::Here(cache);
         guesses
     }
 
     /// Asks the model, with the cache if it is here.
     fn send(&mut self, text: &[u32], limit: usize) -> Option<oneshot::Receiver<(Cache, Vec<u32>)>> {
-        let cache = match std::mem::replace(&mut self.holder, Holder::Lost) {
-            Holder::Here(cache) => cache,
-            Holder::Away(mut answer) => match answer.try_recv() {
+        let cache = match std::mem::replace(&mut self.holder, CacheHolder::Lost) {
+            CacheHolder::Here(cache) => cache,
+            CacheHolder::Away(mut answer) => match answer.try_recv() {
                 Ok((cache, _)) => cache,
                 Err(oneshot::error::TryRecvError::Empty) => {
-                    self.holder = Holder::Away(answer);
+                    self.holder = CacheHolder::Away(answer);
                     return None;
                 }
                 Err(oneshot::error::TryRecvError::Closed) => return None,
             },
-            Holder::Lost => return None,
+            CacheHolder::Lost => return None,
         };
         let (reply, answer) = oneshot::channel();
-        match self.requests.try_send(Request { cache, text: text.to_vec(), limit, reply }) {
+        match self.requests.try_send(DraftRequest { cache, text: text.to_vec(), limit, reply }) {
             Ok(()) => Some(answer),
             Err(mpsc::error::TrySendError::Full(request)) => {
-                self.holder = Holder::Here(request.cache);
+                self.holder = CacheHolder::Here(request.cache);
                 None
             }
             Err(mpsc::error::TrySendError::Closed(_)) => None,
@@ -210,7 +210,7 @@ fn words(folder: &Path) -> Result<std::collections::HashMap<String, u32>, DraftE
 fn matrices(
     folder: &Path,
     ends: &LocalModel,
-) -> Result<Vec<Vec<(String, Matrix)>>, LocalModelError> {
+) -> Result<Vec<Vec<(String, CheckpointMatrix)>>, LocalModelError> {
     let checkpoint = Checkpoint::open(folder)?;
     let tensors = |block: usize| {
         let read = |tensor: model::TensorSpec| {
@@ -225,9 +225,9 @@ fn matrices(
 fn blocks<'w>(
     cpu: &mut Cpu,
     ends: &LocalModel,
-    matrices: &'w [Vec<(String, Matrix)>],
+    matrices: &'w [Vec<(String, CheckpointMatrix)>],
 ) -> Result<Vec<BlockWeights<'w, Cpu>>, String> {
-    let block = |tensors: &'w Vec<(String, Matrix)>| {
+    let block = |tensors: &'w Vec<(String, CheckpointMatrix)>| {
         let find = |name: &str| {
             let (_, m) = tensors.iter().find(|(other, _)| other == name)?;
             m.view().ok()
@@ -239,16 +239,16 @@ fn blocks<'w>(
 
 fn run(
     ends: LocalModel,
-    matrices: &[Vec<(String, Matrix)>],
+    matrices: &[Vec<(String, CheckpointMatrix)>],
     threads: usize,
-    mut queue: mpsc::Receiver<Request>,
+    mut queue: mpsc::Receiver<DraftRequest>,
 ) {
     let mut cpu = Cpu::new(threads);
     // They were made once before.
     let Ok(blocks) = blocks(&mut cpu, &ends, matrices) else { return };
     let work = Workspace::new(&mut cpu);
     let mut draft = Guesser { spec: ends.spec().clone(), ends, blocks, cpu, work };
-    while let Some(Request { mut cache, text, limit, reply }) = queue.blocking_recv() {
+    while let Some(DraftRequest { mut cache, text, limit, reply }) = queue.blocking_recv() {
         let guesses = draft.guess(&mut cache, &text, limit).unwrap_or_else(|error| {
             tracing::warn!(error, "the draft model fails");
             Vec::new()

@@ -12,7 +12,7 @@ use futures::stream::FuturesUnordered;
 use p2p::{CallError, PeerId};
 use rand::seq::SliceRandom;
 
-use super::{Known, Swarm};
+use super::{KnownServers, Swarm};
 use swarm::routing::Leg;
 
 /// Servers that are asked at once.
@@ -49,7 +49,7 @@ impl Swarm {
     }
 }
 
-impl Known {
+impl KnownServers {
     /// What became of a ping. A relayed server serves no DHT: that it says so is an answer.
     pub(super) fn heard(&mut self, peer: PeerId, ping: Result<Duration, CallError>, now: Instant) {
         match ping {

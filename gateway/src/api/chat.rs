@@ -14,18 +14,18 @@ use minijinja::value::ValueKind;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::Shared;
+use super::ApiState;
 use super::error::ApiError;
 use super::messages;
-use super::request::{self, Settings, unix_seconds};
+use super::request::{self, GenerationSettings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, Texts, Usage, finish_name};
-use crate::generation::{Piece, TokenText};
+use crate::generation::{TextPiece, TokenText};
 use crate::model::{Model, PromptError};
 use crate::template::TemplateInput;
 
 #[derive(Debug, Deserialize)]
-pub(super) struct Request {
+pub(super) struct ChatRequest {
     model: String,
     messages: Vec<Variable>,
     #[serde(default)]
@@ -38,10 +38,10 @@ pub(super) struct Request {
     #[serde(default)]
     top_logprobs: Option<u32>,
     #[serde(flatten)]
-    pub(super) settings: Settings,
+    pub(super) settings: GenerationSettings,
 }
 
-impl Request {
+impl ChatRequest {
     /// What the template makes the prompt of; it can be taken once.
     pub(super) fn input(&mut self) -> Result<TemplateInput, ApiError> {
         let tools = given(self.tools.take(), ValueKind::Seq, "tools")?;
@@ -56,12 +56,12 @@ impl Request {
 }
 
 /// Answers one request.
-pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Response {
+pub(super) async fn create(State(shared): State<ApiState>, body: Bytes) -> Response {
     shared.answered("chat", answer(&shared, &body).await)
 }
 
-async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
-    let mut request: Request = request::parse(body)?;
+async fn answer(shared: &ApiState, body: &Bytes) -> Result<Response, ApiError> {
+    let mut request: ChatRequest = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
     let input = request.input()?;
     let prompt = prompt(model, input).await?;
@@ -167,12 +167,12 @@ impl Chunks for ChatChunks {
         (0..).take(self.count).map(|index| self.chunk(index, &delta, None, &[])).collect()
     }
 
-    fn of(&mut self, index: u32, piece: &Piece) -> Value {
+    fn of(&mut self, index: u32, piece: &TextPiece) -> Value {
         match piece {
-            Piece::Text { text, tokens } => {
+            TextPiece::Text { text, tokens } => {
                 self.chunk(index, &json!({"content": text}), None, tokens)
             }
-            Piece::End(ended) => {
+            TextPiece::End(ended) => {
                 self.chunk(index, &json!({}), Some(finish_name(ended.finish)), &[])
             }
         }

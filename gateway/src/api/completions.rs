@@ -10,16 +10,16 @@ use client::text::{TextCodec, TextError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::Shared;
+use super::ApiState;
 use super::error::ApiError;
-use super::request::{self, Settings, unix_seconds};
+use super::request::{self, GenerationSettings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, Texts, Usage, Whole, finish_name};
-use crate::generation::{Piece, TokenText};
+use crate::generation::{TextPiece, TokenText};
 use crate::model::Model;
 
 #[derive(Debug, Deserialize)]
-pub(super) struct Request {
+pub(super) struct CompletionRequest {
     model: String,
     prompt: Prompt,
     #[serde(default)]
@@ -31,7 +31,7 @@ pub(super) struct Request {
     #[serde(default)]
     logprobs: Option<u32>,
     #[serde(flatten)]
-    pub(super) settings: Settings,
+    pub(super) settings: GenerationSettings,
 }
 
 /// A text or its tokens, or several of them.
@@ -62,12 +62,12 @@ impl Prompt {
 }
 
 /// Answers one request.
-pub(super) async fn create(State(shared): State<Shared>, body: Bytes) -> Response {
+pub(super) async fn create(State(shared): State<ApiState>, body: Bytes) -> Response {
     shared.answered("completions", answer(&shared, &body).await)
 }
 
-async fn answer(shared: &Shared, body: &Bytes) -> Result<Response, ApiError> {
-    let request: Request = request::parse(body)?;
+async fn answer(shared: &ApiState, body: &Bytes) -> Result<Response, ApiError> {
+    let request: CompletionRequest = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
     let unsupported = [
         ("echo", request.echo == Some(true)),
@@ -137,10 +137,10 @@ impl Chunks for TextChunks {
         Vec::new()
     }
 
-    fn of(&mut self, index: u32, piece: &Piece) -> Value {
+    fn of(&mut self, index: u32, piece: &TextPiece) -> Value {
         let (text, tokens, finish) = match piece {
-            Piece::Text { text, tokens } => (text.as_str(), tokens.as_slice(), None),
-            Piece::End(ended) => ("", &[][..], Some(finish_name(ended.finish))),
+            TextPiece::Text { text, tokens } => (text.as_str(), tokens.as_slice(), None),
+            TextPiece::End(ended) => ("", &[][..], Some(finish_name(ended.finish))),
         };
         let choice = json!({
             "index": index,

@@ -14,7 +14,7 @@ use shared::causes::with_causes;
 
 use crate::engine::Engine;
 use crate::model::Model;
-use crate::view::View;
+use crate::view::ModelServers;
 
 /// Why a request is not served.
 #[derive(Debug)]
@@ -147,7 +147,7 @@ impl IntoResponse for ApiError {
 }
 
 /// Which blocks of a model have no server, since when, and what would serve them.
-pub fn hole(view: &View) -> String {
+pub fn hole(view: &ModelServers) -> String {
     let holes = view.holes();
     let Some(first) = holes.blocks.first() else {
         return format!("the servers of {} cannot be reached right now; try again", view.name);

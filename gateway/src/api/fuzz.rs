@@ -57,7 +57,7 @@ fn fuzz_bodies_of_chats() {
     let seeds = seeds.iter().map(with);
     Target::new("bodies of chats", seeds).fuzz(move |input| {
         let body = Bytes::copy_from_slice(input);
-        let checked = request::parse::<chat::Request>(&body).and_then(|mut request| {
+        let checked = request::parse::<chat::ChatRequest>(&body).and_then(|mut request| {
             request.settings.checked()?;
             let prompt = template.prompt(&request.input()?);
             prompt.map(drop).map_err(|error| ApiError::bad(error.to_string(), None))
@@ -77,7 +77,7 @@ fn fuzz_bodies_of_completions() {
     let seeds = seeds.iter().map(with);
     Target::new("bodies of completions", seeds).fuzz(|input| {
         let body = Bytes::copy_from_slice(input);
-        let checked = request::parse::<completions::Request>(&body)
+        let checked = request::parse::<completions::CompletionRequest>(&body)
             .and_then(|request| request.settings.checked());
         told(&checked)
     });

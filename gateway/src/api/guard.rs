@@ -14,7 +14,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 
-use super::Shared;
+use super::ApiState;
 use super::error::ApiError;
 
 /// Callers whose rate is remembered; the longest silent ones are forgotten.
@@ -37,7 +37,7 @@ type Hash = [u8; 32];
 
 /// Who is counted together.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
-enum Caller {
+enum CallerKey {
     Key(Hash),
     Address(IpAddr),
 }
@@ -55,7 +55,7 @@ pub struct Guard {
     /// SHA-256 of each key: looking one up tells nothing of the others.
     keys: Option<HashSet<Hash>>,
     per_minute: Option<u32>,
-    callers: Mutex<HashMap<Caller, Bucket>>,
+    callers: Mutex<HashMap<CallerKey, Bucket>>,
 }
 
 impl Guard {
@@ -71,14 +71,14 @@ impl Guard {
     /// Lets a request in, or says why not.
     fn admit(&self, headers: &HeaderMap, ip: IpAddr, now: Instant) -> Result<(), ApiError> {
         let caller = match &self.keys {
-            None => Caller::Address(ip),
+            None => CallerKey::Address(ip),
             Some(keys) => {
                 let given =
                     headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
                 let given = given.and_then(|value| value.strip_prefix("Bearer "));
                 let hash: Hash = Sha256::digest(given.unwrap_or_default().trim()).into();
                 match keys.contains(&hash) {
-                    true => Caller::Key(hash),
+                    true => CallerKey::Key(hash),
                     false => return Err(ApiError::no_key()),
                 }
             }
@@ -94,7 +94,7 @@ impl Guard {
     }
 
     /// Takes one request from the caller's bucket; `Err` is when there will be one again.
-    fn count(&self, caller: Caller, per_minute: f64, now: Instant) -> Result<(), u64> {
+    fn count(&self, caller: CallerKey, per_minute: f64, now: Instant) -> Result<(), u64> {
         let mut callers = self.callers.lock();
         if callers.len() >= MAX_CALLERS && !callers.contains_key(&caller) {
             callers.retain(|_, bucket| now.duration_since(bucket.at) < MINUTE);
@@ -141,7 +141,7 @@ fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
 
 /// Lets requests in that the guard lets in.
 pub(super) async fn admit(
-    State(shared): State<Shared>,
+    State(shared): State<ApiState>,
     ConnectInfo(address): ConnectInfo<SocketAddr>,
     request: Request,
     next: Next,

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use crate::engine::Engine;
-use crate::generation::Ask;
+use crate::generation::TextRequest;
 use crate::model::Model;
 
 /// Most texts of one request, of all its prompts together.
@@ -40,7 +40,7 @@ pub enum OneOrMany {
 /// ones; `null` is as if it were not there.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
-pub struct Settings {
+pub struct GenerationSettings {
     pub n: Option<u32>,
     /// Whether pieces come as they are made.
     pub stream: Option<bool>,
@@ -84,7 +84,7 @@ pub struct StreamOptions {
     pub include_usage: Option<bool>,
 }
 
-impl Settings {
+impl GenerationSettings {
     /// Whether pieces come as they are made.
     pub fn streams(&self) -> bool {
         self.stream == Some(true)
@@ -132,7 +132,7 @@ impl Settings {
         model: &Model,
         default_max_tokens: u32,
         top_logprobs: Option<u32>,
-    ) -> Result<Vec<Ask>, ApiError> {
+    ) -> Result<Vec<TextRequest>, ApiError> {
         let (count, choices) = (prompts.len(), self.choices()?);
         if !(1..=(MAX_CHOICES / choices) as usize).contains(&count) {
             let text = format!(
@@ -152,7 +152,7 @@ impl Settings {
             check_prompt(&prompt, model.local.head.vocabulary())?;
             let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
             let prompt: Arc<[u32]> = prompt.into();
-            asks.extend((0..choices).map(|choice| Ask {
+            asks.extend((0..choices).map(|choice| TextRequest {
                 prompt: prompt.clone(),
                 max_new_tokens,
                 sampling: SamplingConfig {

@@ -14,9 +14,9 @@ use swarm::view::ServerSpan;
 use swarm::wire::records::ServerState;
 
 use super::request::unix_seconds;
-use super::{Shared, error};
+use super::{ApiState, error};
 use crate::engine::Engine;
-use crate::view::View;
+use crate::view::ModelServers;
 
 /// How often the page is told.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -25,11 +25,11 @@ const MAX_CHARS: usize = 80;
 /// Servers shown of each model.
 const MAX_SERVERS: usize = 2000;
 
-pub(super) async fn snapshot(State(shared): State<Shared>) -> Response {
+pub(super) async fn snapshot(State(shared): State<ApiState>) -> Response {
     Json(state(&shared.engine)).into_response()
 }
 
-pub(super) async fn events(State(shared): State<Shared>) -> Response {
+pub(super) async fn events(State(shared): State<ApiState>) -> Response {
     let ticks = tokio::time::interval(PERIOD);
     let events = stream::unfold((shared, ticks), async |(shared, mut ticks)| {
         ticks.tick().await;
@@ -44,7 +44,7 @@ fn state(engine: &Engine) -> Value {
     json!({"at": unix_seconds(SystemTime::now()), "models": models})
 }
 
-fn of_view(view: &View, engine: &Engine) -> Value {
+fn of_view(view: &ModelServers, engine: &Engine) -> Value {
     let (swarm, model) = (&view.swarm, engine.model(&view.name));
     // In this order: no server is shown whose blocks are missing.
     let servers = swarm.all_servers();

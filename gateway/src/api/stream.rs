@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::texts::{Texts, Usage};
-use crate::generation::Piece;
+use crate::generation::TextPiece;
 
 /// A comment is sent if nothing was for this long, so that proxies keep the connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -21,7 +21,7 @@ pub trait Chunks: Send + 'static {
     /// What comes first.
     fn opening(&mut self) -> Vec<Value>;
     /// The chunk of a piece of the text `index`, which says something.
-    fn of(&mut self, index: u32, piece: &Piece) -> Value;
+    fn of(&mut self, index: u32, piece: &TextPiece) -> Value;
     /// The chunk of the numbers of tokens.
     fn usage(&mut self, usage: Usage) -> Value;
 }
@@ -77,7 +77,7 @@ impl<C: Chunks> Streaming<C> {
     }
 }
 
-fn chunk(chunks: &mut impl Chunks, index: u32, piece: &Piece) -> Option<Event> {
+fn chunk(chunks: &mut impl Chunks, index: u32, piece: &TextPiece) -> Option<Event> {
     (!piece.is_empty()).then(|| event(&chunks.of(index, piece)))
 }
 

@@ -9,10 +9,10 @@ use futures::StreamExt;
 use futures::stream::{self, BoxStream};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::Shared;
+use super::ApiState;
 use super::error::ApiError;
 use crate::engine::Engine;
-use crate::generation::{Ask, Ended, Piece, Pieces, TokenText, start};
+use crate::generation::{TextRequest, Ended, TextPiece, Pieces, TokenText, start};
 use crate::metrics::UnderWay;
 use crate::model::Model;
 
@@ -40,7 +40,7 @@ impl Usage {
 
 /// The texts of a request under way. Dropping them ends their sessions.
 pub struct Texts {
-    parts: BoxStream<'static, (u32, Result<Piece, GenerationError>)>,
+    parts: BoxStream<'static, (u32, Result<TextPiece, GenerationError>)>,
     model: Arc<Model>,
     engine: Arc<Engine>,
     began: Instant,
@@ -57,7 +57,7 @@ impl Texts {
     ///
     /// # Errors
     /// Too many texts are under way.
-    pub fn start(shared: &Shared, model: &Arc<Model>, asks: Vec<Ask>) -> Result<Texts, ApiError> {
+    pub fn start(shared: &ApiState, model: &Arc<Model>, asks: Vec<TextRequest>) -> Result<Texts, ApiError> {
         let engine = shared.engine.clone();
         let slot = || {
             let permit = engine.slots.clone().try_acquire_owned();
@@ -67,7 +67,7 @@ impl Texts {
         let permits = asks.iter().map(|_| slot()).collect::<Result<Vec<_>, _>>()?;
         let under_way = permits.into_iter().map(|permit| (engine.metrics.text(), permit)).collect();
         let prompts = asks.chunk_by(|a, b| Arc::ptr_eq(&a.prompt, &b.prompt));
-        let prompt = prompts.filter_map(<[Ask]>::first).map(|ask| ask.prompt.len()).sum();
+        let prompt = prompts.filter_map(<[TextRequest]>::first).map(|ask| ask.prompt.len()).sum();
         let left = u32::try_from(asks.len()).unwrap_or(u32::MAX);
         let queue = |(index, mut pieces): (u32, Pieces)| {
             let next = move |cx: &mut Context<'_>| {
@@ -92,7 +92,7 @@ impl Texts {
     ///
     /// # Errors
     /// The whole request fails, and nothing comes after it.
-    pub async fn next(&mut self) -> Option<Result<(u32, Piece), ApiError>> {
+    pub async fn next(&mut self) -> Option<Result<(u32, TextPiece), ApiError>> {
         if self.left == 0 {
             return None;
         }
@@ -107,7 +107,7 @@ impl Texts {
         }
         Some(match piece {
             Ok(piece) => {
-                if let Piece::End(ended) = &piece {
+                if let TextPiece::End(ended) = &piece {
                     self.left -= 1;
                     self.count(ended);
                 }
@@ -160,11 +160,11 @@ pub async fn collect(mut texts: Texts, count: usize) -> Result<(Vec<Whole>, Usag
         let (index, piece) = next?;
         let Some(whole) = all.get_mut(index as usize) else { continue };
         match piece {
-            Piece::Text { text, tokens } => {
+            TextPiece::Text { text, tokens } => {
                 whole.text.push_str(&text);
                 whole.tokens.extend(tokens);
             }
-            Piece::End(ended) => whole.finish = Some(ended.finish),
+            TextPiece::End(ended) => whole.finish = Some(ended.finish),
         }
     }
     Ok((all, texts.usage))

@@ -11,7 +11,7 @@ const MAX_BYTES: usize = 1 << 20;
 
 /// What was entered.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Line {
+pub enum ChatInput {
     /// A message or a command.
     Text(String),
     /// An empty line, or one that was given up with Ctrl-C.
@@ -47,21 +47,21 @@ impl Input {
     ///
     /// # Errors
     /// Of the terminal or the pipe.
-    pub fn read(&mut self) -> Result<Line, std::io::Error> {
+    pub fn read(&mut self) -> Result<ChatInput, std::io::Error> {
         let mut text = String::new();
         loop {
             let prompt = if text.is_empty() { "> " } else { ". " };
             let line = match &mut self.editor {
                 Some(editor) => match editor.readline(prompt) {
                     Ok(line) => Some(line),
-                    Err(ReadlineError::Interrupted) => return Ok(Line::Nothing),
+                    Err(ReadlineError::Interrupted) => return Ok(ChatInput::Nothing),
                     Err(ReadlineError::Eof) => None,
                     Err(error) => return Err(std::io::Error::other(error)),
                 },
                 None => line_of(&mut std::io::stdin().lock())?,
             };
             let Some(line) = line else {
-                return Ok(if text.is_empty() { Line::End } else { self.entered(text) });
+                return Ok(if text.is_empty() { ChatInput::End } else { self.entered(text) });
             };
             let goes_on = line.strip_suffix('\\');
             text.push_str(goes_on.unwrap_or(&line));
@@ -77,10 +77,10 @@ impl Input {
         }
     }
 
-    fn entered(&mut self, text: String) -> Line {
+    fn entered(&mut self, text: String) -> ChatInput {
         let text = text.trim();
         if text.is_empty() {
-            return Line::Nothing;
+            return ChatInput::Nothing;
         }
         if let Some(editor) = &mut self.editor {
             // A history that cannot be written is none.
@@ -90,7 +90,7 @@ impl Input {
                 let _ = editor.save_history(path);
             }
         }
-        Line::Text(text.to_owned())
+        ChatInput::Text(text.to_owned())
     }
 }
 

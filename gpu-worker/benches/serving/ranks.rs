@@ -9,7 +9,7 @@ use kernels::{Cpu, DType, QuantType, StepRow};
 use model::shards::{Shard, Shares};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::doorbell::MAX_SPIN;
-use shared::shm::group::{Group, GroupMap, GroupShape, Member, PlanReader, PlanWriter, WaitPolicy};
+use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, PlanReader, PlanWriter, WaitPolicy};
 
 use crate::TOKENS;
 use crate::stored::{Bytes, Held, Sizes, spec};
@@ -49,7 +49,7 @@ fn compare(bytes: &Bytes, quant: QuantType) {
     let shares = Shares::by_capacity(&bytes.spec, &[1.0, 1.0]).expect("two equal shares");
     let shards = shares.shards(&bytes.spec).expect("the shares of these blocks");
     let held: Vec<Held<'_>> = shards.iter().map(|shard| Held::new(bytes, shard)).collect();
-    let group = Group::create("sepal-bench-ranks", &SHAPE).expect("make a group");
+    let group = GroupOwner::create("sepal-bench-ranks", &SHAPE).expect("make a group");
     let maps = [Rank(0), Rank(1)].map(|rank| map(&group, rank));
     let mut alone =
         Worker::new(&bytes.spec, bytes.dtype, Cpu::new(2), |b, name| bytes.view(b, name));
@@ -115,7 +115,7 @@ fn follow(map: &Arc<GroupMap>, dtype: DType, shard: &Shard, held: &Held<'_>) {
 
 fn rank<'w>(map: &Arc<GroupMap>, dtype: DType, shard: &'w Shard, held: &'w Held<'_>) -> Worker<'w> {
     let mut cpu = Cpu::new(1);
-    cpu.join(Member::new(map, policy()).expect("a member"));
+    cpu.join(GroupMember::new(map, policy()).expect("a member"));
     Worker::new(&shard.spec, dtype, cpu, |block, name| held.view(block, name))
 }
 
@@ -130,7 +130,7 @@ fn on_rows<R>(kind: usize, work: impl FnOnce(&[StepRow<'_>]) -> R) -> R {
     work(&rows)
 }
 
-fn map(group: &Group, rank: Rank) -> Arc<GroupMap> {
+fn map(group: &GroupOwner, rank: Rank) -> Arc<GroupMap> {
     let (segment, bells) = (group.try_clone(), group.doorbells());
     let (segment, bells) = (segment.expect("a descriptor"), bells.expect("descriptors"));
     GroupMap::open(segment, bells, &SHAPE, rank).expect("open the group")

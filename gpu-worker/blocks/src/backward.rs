@@ -36,7 +36,7 @@ mod mlp;
 mod residual;
 mod workspace;
 
-use residual::Piece;
+use residual::PieceBuffers;
 pub use workspace::GradientWork;
 use workspace::{HeadGradients, Middle};
 
@@ -85,7 +85,7 @@ pub fn backward<B: Backend>(
     if saved.queries.is_none() {
         back.queries(&forward.normed, &mut forward.heads)?;
     }
-    let piece = Piece {
+    let piece = PieceBuffers {
         before: &**before,
         normed: &*forward.normed,
         attended: &mut *forward.branch,

@@ -13,7 +13,7 @@
 //! block at once, experts one by one. In a group of one nothing is exchanged.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, AppendAttention, Attention, ExpertAdapters, Gated, Gelu, Inputs,
+    Adapt, Add, AddNorm, Alibi, AppendAttention, Attention, ExpertAdapters, Gated, Gelu, RankInputs,
     KvAppend, Layernorm, Mixture, MixtureWorkspace, NormedProducts, OpError, Product, Products,
     PromptAdd, Rmsnorm, RopeAppend, RopeTable, SiluMul, SplitQkv, SumPlace,
 };

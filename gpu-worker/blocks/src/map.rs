@@ -25,7 +25,7 @@ use std::fs::File;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 
-use held::Held;
+use held::HeldTensor;
 use kernels::WeightView;
 use model::manifest::{AdapterEntry, FileEntry, Manifest, TensorEntry};
 use model::shards::{Shard, Slice};
@@ -66,15 +66,15 @@ pub struct MappedWeights {
     /// Open, and not mapped yet.
     open: WeightFiles,
     files: BTreeMap<u32, FileMap>,
-    blocks: BTreeMap<u32, BTreeMap<String, Held>>,
+    blocks: BTreeMap<u32, BTreeMap<String, HeldTensor>>,
     adapters: Vec<BTreeMap<u32, BTreeMap<String, HeldAdapter>>>,
 }
 
 /// What is held of an adapter's matrices beside one matrix.
 #[derive(Debug)]
 struct HeldAdapter {
-    a: Held,
-    b: Held,
+    a: HeldTensor,
+    b: HeldTensor,
     scale: f32,
 }
 
@@ -169,14 +169,14 @@ impl MappedWeights {
     pub fn bytes_by_format(&self) -> [(QuantType, u64); 3] {
         let tensors = || self.blocks.values().flat_map(BTreeMap::values);
         [QuantType::None, QuantType::Int8, QuantType::Nf4].map(|quant| {
-            let own = tensors().filter(|t| t.quant() == quant).map(Held::bytes);
+            let own = tensors().filter(|t| t.quant() == quant).map(HeldTensor::bytes);
             (quant, own.sum())
         })
     }
 
     /// Bytes of the tensors of the blocks, as far as they are held.
     pub fn bytes(&self) -> u64 {
-        self.blocks.values().flat_map(BTreeMap::values).map(Held::bytes).sum()
+        self.blocks.values().flat_map(BTreeMap::values).map(HeldTensor::bytes).sum()
     }
 
     /// Bytes of copies, which are this process's own.
@@ -184,7 +184,7 @@ impl MappedWeights {
         let tensors = self.blocks.values().flat_map(BTreeMap::values);
         let adapters = self.adapters.iter().flat_map(BTreeMap::values).flat_map(BTreeMap::values);
         let factors = adapters.flat_map(|adapter| [&adapter.a, &adapter.b]);
-        tensors.chain(factors).map(Held::copied_bytes).sum()
+        tensors.chain(factors).map(HeldTensor::copied_bytes).sum()
     }
 
     /// Holds `slice` of a tensor; `None` when that is nothing of it.
@@ -195,14 +195,14 @@ impl MappedWeights {
         name: &str,
         tensor: &TensorEntry,
         slice: &Slice,
-    ) -> Result<Option<Held>, MapError> {
+    ) -> Result<Option<HeldTensor>, MapError> {
         let bad = || bad(block, name);
         if *slice == Slice::None {
             return Ok(None);
         }
         self.file(manifest, tensor.file).ok_or_else(bad)??;
         let file = self.files.get(&tensor.file).ok_or_else(bad)?;
-        let held = Held::new(file, tensor, slice, self.keep).ok_or_else(bad)?;
+        let held = HeldTensor::new(file, tensor, slice, self.keep).ok_or_else(bad)?;
         held.read_ahead(file);
         Ok(Some(held))
     }
@@ -263,7 +263,7 @@ fn slice_of<'s>(shard: Option<&'s Shard>, name: &str, tensor: &TensorEntry) -> O
 struct FileMap {
     base: NonNull<u8>,
     len: usize,
-    _known: guard::Known,
+    _known: guard::KnownMapping,
     /// Held open for its lock (`shared::hold`).
     _file: File,
 }
@@ -290,7 +290,7 @@ impl FileMap {
         Ok(FileMap {
             base: base.cast(),
             len: len.get(),
-            _known: guard::Known::new(base.addr().get(), len.get(), &entry.path),
+            _known: guard::KnownMapping::new(base.addr().get(), len.get(), &entry.path),
             _file: file,
         })
     }

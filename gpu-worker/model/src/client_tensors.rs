@@ -72,7 +72,7 @@ impl ClientNames {
 
 /// What config.json says beside the form of the blocks.
 #[derive(Debug, Deserialize)]
-struct Config {
+struct TensorConfig {
     model_type: String,
     vocab_size: u64,
     #[serde(default)]
@@ -85,7 +85,7 @@ struct Config {
 /// What is wrong with config.json, as the rest of a sentence.
 pub fn client_tensors(config: &Value) -> Result<Vec<NamedTensor>, String> {
     let spec = BlockSpec::from_config(config).map_err(|error| error.to_string())?;
-    let config = Config::deserialize(config).map_err(|error| error.to_string())?;
+    let config = TensorConfig::deserialize(config).map_err(|error| error.to_string())?;
     let names = ClientNames::of(&config.model_type)?;
     let (rows, width) = (config.vocab_size, spec.hidden as u64);
     let mut tensors = vec![named(names.embedding, "", &[rows, width])];

@@ -28,7 +28,7 @@ pub type SurveyFailure = (ExitReason, String);
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSurvey {
     /// Where it comes from: a folder, or a repository with its commit.
-    pub source: Source,
+    pub source: CheckpointSource,
     /// One for each format.
     pub formats: Vec<FormatSurvey>,
     /// What the surveyed blocks take of the checkpoint.
@@ -37,7 +37,7 @@ pub struct ModelSurvey {
 
 /// Where a checkpoint comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum CheckpointSource {
     /// A folder of this machine.
     Folder,
     /// The Hub, at this commit.
@@ -114,7 +114,7 @@ mod tests {
             block(&[("c", u64::MAX)]),
         ];
         let survey = ModelSurvey {
-            source: Source::Folder,
+            source: CheckpointSource::Folder,
             formats: Vec::new(),
             blocks: (0..).zip(blocks).collect(),
         };

@@ -26,7 +26,7 @@ use shared::exit::ExitReason;
 use crate::error::PrepareError;
 use crate::table::{age, aligned, decimal};
 pub use config::{CacheAction, CacheConfig, PruneConfig};
-use inventory::{Group, Inventory};
+use inventory::{CachedModel, Inventory};
 
 /// Runs the command; what it says goes to standard output, errors to standard error.
 pub fn run_command(config: &CacheConfig) -> ExitReason {
@@ -71,12 +71,12 @@ struct Listing<'a> {
     version: u32,
     cache_dir: &'a Path,
     bytes: u64,
-    entries: Vec<Entry<'a>>,
+    entries: Vec<CacheEntry<'a>>,
 }
 
 /// Files of one model in one format.
 #[derive(Serialize)]
-struct Entry<'a> {
+struct CacheEntry<'a> {
     model: &'a str,
     revision: Option<&'a str>,
     format: &'a str,
@@ -107,9 +107,9 @@ fn list(folder: &Path, json: bool) -> Result<Said, PrepareError> {
     Ok(Said::well(aligned(&rows) + &total))
 }
 
-fn entry<'a>(group: &'a Group<'a>) -> Entry<'a> {
+fn entry<'a>(group: &'a CachedModel<'a>) -> CacheEntry<'a> {
     let used = group.used.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    Entry {
+    CacheEntry {
         model: group.model,
         revision: group.revision,
         format: group.format,
@@ -121,7 +121,7 @@ fn entry<'a>(group: &'a Group<'a>) -> Entry<'a> {
     }
 }
 
-fn row(group: &Group<'_>) -> Vec<String> {
+fn row(group: &CachedModel<'_>) -> Vec<String> {
     let revision: String = group.revision.unwrap_or("-").chars().take(12).collect();
     // Names of folders, and what headers of files say.
     vec![

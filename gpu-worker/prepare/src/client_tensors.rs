@@ -12,7 +12,7 @@ use shared::config::{HubConfig, PrepareConfig, QuantType};
 use crate::error::PrepareError;
 pub use crate::hub::CLIENT_FILE;
 use crate::hub::Hub;
-use crate::progress::Progress;
+use crate::progress::PrepareProgress;
 use crate::repository::{default_dht_prefix, is_repo_id};
 
 /// How the parts of a model that a client computes itself are downloaded, if they are in no folder.
@@ -67,7 +67,7 @@ pub fn folder(model: &Path, fetch: &FetchConfig) -> Result<ClientFolder, Prepare
         client_tensors(config)
     };
     let path = hub.client_tensors(by_config, &mut |progress| {
-        if let Progress::Download { done, total } = progress
+        if let PrepareProgress::Download { done, total } = progress
             && is_seen
         {
             let percent = done * 100 / total.max(1);

@@ -17,7 +17,7 @@ use shared::files::write_atomically;
 use crate::error::PrepareError;
 use crate::folder::{BlockFile, FolderRecord, RECORD, StoredFormat};
 use crate::inspect::Inspected;
-use crate::progress::{Progress, Tracker};
+use crate::progress::{PrepareProgress, Tracker};
 use crate::source::stored_bytes;
 use crate::staging::{Staging, check_space};
 use crate::store::{FORMAT_VERSION, StorePlace};
@@ -72,7 +72,7 @@ fn quantized(text: &str) -> Result<QuantType, String> {
 
 /// Converts as `config` says, with progress on a terminal; errors go to standard error.
 pub fn run_command(config: &ConvertConfig) -> ExitReason {
-    let mut line = Line::new();
+    let mut line = ProgressLine::new();
     let converted = convert(config, |progress| {
         line.show(progress);
         Ok(())
@@ -94,7 +94,7 @@ pub fn run_command(config: &ConvertConfig) -> ExitReason {
 /// next run goes on with.
 fn convert(
     config: &ConvertConfig,
-    mut progress: impl FnMut(Progress) -> Result<(), PrepareError>,
+    mut progress: impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
 ) -> Result<String, PrepareError> {
     let mut inspected = Inspected::new(&config.prepare())?;
     if inspected.converted().is_some() {
@@ -118,7 +118,7 @@ fn convert(
     let staging = Staging::resume(&config.out)?;
     check_room(&inspected, span, staging.folder())?;
     for (number, block) in (1..).zip(span.blocks()) {
-        progress(Progress::Block { block: number, blocks: span.block_count() as u32 })?;
+        progress(PrepareProgress::Block { block: number, blocks: span.block_count() as u32 })?;
         let file = convert_block(&mut inspected, block, staging.folder(), &mut progress)?;
         record.blocks.insert(block.0, file);
     }
@@ -176,7 +176,7 @@ fn check_source(
     inspected: &mut Inspected,
     span: Span,
     out: &Path,
-    progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
 ) -> Result<(), PrepareError> {
     if inspected.hub.is_some() {
         return Ok(());
@@ -233,7 +233,7 @@ fn convert_block(
     inspected: &mut Inspected,
     block: BlockIndex,
     folder: &Path,
-    progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
 ) -> Result<BlockFile, PrepareError> {
     let wanted = inspected.fetch(block, progress)?;
     let sources = inspected.sources(&wanted)?;
@@ -241,7 +241,7 @@ fn convert_block(
     let place = StorePlace::whole(folder.join(&file), block, dtype, &sources);
     let prepared = match place.reuse() {
         Some(prepared) => prepared,
-        None => place.make(dtype, &sources, |bytes| progress(Progress::Tensor { bytes }))?,
+        None => place.make(dtype, &sources, |bytes| progress(PrepareProgress::Tensor { bytes }))?,
     };
     Ok(BlockFile { file, bytes: prepared.entry.len })
 }
@@ -279,17 +279,17 @@ fn is_of_convert(name: &str) -> bool {
 }
 
 /// The line of progress on a terminal.
-struct Line {
+struct ProgressLine {
     tracker: Tracker,
     is_shown: bool,
 }
 
-impl Line {
-    fn new() -> Line {
-        Line { tracker: Tracker::default(), is_shown: std::io::stderr().is_terminal() }
+impl ProgressLine {
+    fn new() -> ProgressLine {
+        ProgressLine { tracker: Tracker::default(), is_shown: std::io::stderr().is_terminal() }
     }
 
-    fn show(&mut self, progress: Progress) {
+    fn show(&mut self, progress: PrepareProgress) {
         let told = self.tracker.record(progress, std::time::Instant::now());
         if let Some(told) = told.filter(|_| self.is_shown) {
             eprint!("\r\x1b[K{}", line_text(&told));

@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::driver::{Driver, OpenError};
+use kernels::cuda::driver::{CudaDriver, OpenError};
 use kernels::cuda::scratch;
 use model::BlockSpec;
 use model::rates::{RateCache, device_name, threads};
@@ -35,7 +35,7 @@ pub fn device_memory(
             // Each worker has an emulator of its own.
             Device::Emulator(_) => EMULATED_BYTES,
             Device::Cuda(ordinal) => {
-                let (free, _) = Driver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
+                let (free, _) = CudaDriver::memory_of(ordinal).map_err(|e| (ordinal, e))?;
                 let workers = devices.iter().filter(|other| **other == device).count();
                 free as u64 / workers.max(1) as u64
             }
@@ -81,7 +81,7 @@ pub fn speeds(devices: &[Device], facts: &ModelFacts, worker: &WorkerConfig) -> 
     }
     let of_device = |&device: &Device| match device {
         Device::Cpu | Device::Node(_) | Device::Emulator(_) => processor_bandwidth(threads(worker)),
-        Device::Cuda(ordinal) => Driver::bandwidth_of(ordinal).unwrap_or(0.0),
+        Device::Cuda(ordinal) => CudaDriver::bandwidth_of(ordinal).unwrap_or(0.0),
     };
     devices.iter().map(of_device).collect()
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, SystemTime};
 use tracing::{info, warn};
 
 use crate::error::PrepareError;
-use crate::progress::{Progress, Watch};
+use crate::progress::{PrepareProgress, Watch};
 use crate::temporary::is_being_written;
 
 /// Left free on the disk (petals `utils/disk_cache.py`, `DEFAULT_MARGIN` of 1 GiB).
@@ -130,7 +130,7 @@ pub fn wait_for_lock(file: &File, path: &Path, watch: &mut Watch<'_>) -> Result<
             Ok(()) => return Ok(()),
             Err(TryLockError::Error(error)) => return Err(PrepareError::write(path, error)),
             Err(TryLockError::WouldBlock) => {
-                watch(Progress::Alive)?;
+                watch(PrepareProgress::Alive)?;
                 std::thread::sleep(LOCK_PERIOD);
             }
         }

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use kernels::cuda::driver::Driver;
+use kernels::cuda::driver::CudaDriver;
 use kernels::ops::linear::Linear;
 use kernels::{Backend, Cpu, DType, WeightView};
 use model::rates::threads;
@@ -121,8 +121,8 @@ fn active_share(spec: &BlockSpec) -> f64 {
 }
 
 fn gpu(ordinal: u32) -> Option<Peak> {
-    let bytes_per_s = Driver::bandwidth_of(ordinal).ok().filter(|rate| *rate > 0.0)?;
-    let flops_per_s = Driver::matrix_rate_of(ordinal).ok().filter(|rate| *rate > 0.0)?;
+    let bytes_per_s = CudaDriver::bandwidth_of(ordinal).ok().filter(|rate| *rate > 0.0)?;
+    let flops_per_s = CudaDriver::matrix_rate_of(ordinal).ok().filter(|rate| *rate > 0.0)?;
     Some(Peak { bytes_per_s, flops_per_s: PEAK_SHARE * flops_per_s })
 }
 

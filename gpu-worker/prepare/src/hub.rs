@@ -42,7 +42,7 @@ use self::requests::Asker;
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;
-use crate::progress::{Progress, Watch};
+use crate::progress::{PrepareProgress, Watch};
 use crate::quiet::open_quietly;
 use crate::repository::{map_repo, repo_folder};
 use crate::source::Wanted;
@@ -285,7 +285,7 @@ impl Hub {
             let once = self.once(file, at..range.end, &mut |bytes| {
                 each(bytes)?;
                 at += bytes.len() as u64;
-                watch(Progress::Alive)
+                watch(PrepareProgress::Alive)
             });
             match once {
                 Ok(()) => {}
@@ -350,7 +350,7 @@ impl Hub {
         let mut left = asked.unwrap_or(doubled).min(self.pauses.longest);
         warn!(file, why, pause = ?left, "download interrupted, retrying");
         while !left.is_zero() {
-            watch(Progress::Alive)?;
+            watch(PrepareProgress::Alive)?;
             let slice = left.min(Duration::from_millis(100));
             std::thread::sleep(slice);
             left -= slice;
@@ -491,7 +491,7 @@ fn sum_is(path: &Path, name: &str, watch: &mut Watch<'_>) -> Result<bool, Prepar
             break;
         }
         sum.update(piece.get(..length).unwrap_or_default());
-        watch(Progress::Alive)?;
+        watch(PrepareProgress::Alive)?;
     }
     let hex: String = sum.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(hex.eq_ignore_ascii_case(name))

@@ -122,7 +122,7 @@ impl Inspected {
     /// Stores matrices as `quant` from now on.
     pub fn store_as(&mut self, quant: QuantType) {
         self.facts.quant_type = quant;
-        let own = block_bytes(&self.spec, Stored { dtype: self.facts.dtype, quant });
+        let own = block_bytes(&self.spec, ServedForm { dtype: self.facts.dtype, quant });
         let served = Adapter::served_dtype(&self.facts);
         let added = self.adapters.iter().map(|adapter| adapter.block_bytes(served));
         self.facts.block_bytes = added.fold(own, u64::saturating_add);
@@ -145,13 +145,13 @@ fn checkpoint_dtype(config: &Value) -> Result<DType, String> {
 
 /// How weights are served.
 #[derive(Clone, Copy)]
-struct Stored {
+struct ServedForm {
     dtype: DType,
     quant: QuantType,
 }
 
 /// Bytes of one block; saturates.
-fn block_bytes(spec: &BlockSpec, stored: Stored) -> u64 {
+fn block_bytes(spec: &BlockSpec, stored: ServedForm) -> u64 {
     let bytes = |tensor: TensorSpec| {
         let quant = spec.quant_of(&tensor.name, tensor.shape.len(), stored.quant);
         let (outputs, inputs) = match tensor.shape.as_slice() {

@@ -41,7 +41,7 @@ mod temporary;
 pub use error::PrepareError;
 pub use inspect::Inspected;
 pub use locate::ModelFolder;
-pub use progress::Progress;
+pub use progress::PrepareProgress;
 pub use role::run;
 pub use survey::survey_model;
 

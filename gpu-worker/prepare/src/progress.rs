@@ -8,14 +8,14 @@ use shared::control::{self, PrepareStage};
 use crate::error::PrepareError;
 
 /// Receives what got done; an error ends the work.
-pub type Watch<'a> = dyn FnMut(Progress) -> Result<(), PrepareError> + 'a;
+pub type Watch<'a> = dyn FnMut(PrepareProgress) -> Result<(), PrepareError> + 'a;
 
 /// Shortest time between two messages about the same block and stage.
 const MESSAGE_PERIOD: Duration = Duration::from_millis(200);
 
 /// What got done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum PrepareProgress {
     /// The work goes on, without anything to count.
     Alive,
     Block {
@@ -66,19 +66,19 @@ impl Default for Tracker {
 
 impl Tracker {
     /// Takes in what got done; returns what to tell the supervisor, if it is time to.
-    pub fn record(&mut self, progress: Progress, now: Instant) -> Option<control::Progress> {
+    pub fn record(&mut self, progress: PrepareProgress, now: Instant) -> Option<control::Progress> {
         match progress {
-            Progress::Alive => return None,
-            Progress::Block { block, blocks } => {
+            PrepareProgress::Alive => return None,
+            PrepareProgress::Block { block, blocks } => {
                 (self.block, self.blocks) = (block, blocks);
                 self.downloaded = (self.downloaded.0.saturating_add(self.downloaded.1), 0, 0);
                 self.converted = (self.converted.0.saturating_add(self.converted.1), 0);
             }
-            Progress::Download { done, total } => {
+            PrepareProgress::Download { done, total } => {
                 self.stage = PrepareStage::Downloading;
                 (self.downloaded.1, self.downloaded.2) = (done, total);
             }
-            Progress::Tensor { bytes } => {
+            PrepareProgress::Tensor { bytes } => {
                 self.stage = PrepareStage::Converting;
                 self.converted.1 = self.converted.1.saturating_add(bytes);
             }
@@ -123,41 +123,41 @@ mod tests {
     #[test]
     fn downloads_are_estimated_from_the_present_block() {
         let (mut tracker, now) = (Tracker::default(), Instant::now());
-        tracker.record(Progress::Block { block: 1, blocks: 4 }, now);
-        let told = tracker.record(Progress::Download { done: 50, total: 100 }, now).unwrap();
+        tracker.record(PrepareProgress::Block { block: 1, blocks: 4 }, now);
+        let told = tracker.record(PrepareProgress::Download { done: 50, total: 100 }, now).unwrap();
         assert_eq!((told.stage, told.bytes_done), (PrepareStage::Downloading, 50));
         assert_eq!(told.bytes_total, 400);
-        tracker.record(Progress::Download { done: 100, total: 100 }, now);
-        tracker.record(Progress::Block { block: 2, blocks: 4 }, now);
+        tracker.record(PrepareProgress::Download { done: 100, total: 100 }, now);
+        tracker.record(PrepareProgress::Block { block: 2, blocks: 4 }, now);
         let later = now + MESSAGE_PERIOD;
-        let told = tracker.record(Progress::Download { done: 10, total: 100 }, later).unwrap();
+        let told = tracker.record(PrepareProgress::Download { done: 10, total: 100 }, later).unwrap();
         assert_eq!((told.block, told.bytes_done, told.bytes_total), (2, 110, 400));
     }
 
     #[test]
     fn conversion_is_estimated_once_a_block_is_done() {
         let (mut tracker, now) = (Tracker::default(), Instant::now());
-        let told = tracker.record(Progress::Block { block: 1, blocks: 2 }, now).unwrap();
+        let told = tracker.record(PrepareProgress::Block { block: 1, blocks: 2 }, now).unwrap();
         assert_eq!((told.block, told.bytes_total), (1, 0));
-        tracker.record(Progress::Tensor { bytes: 30 }, now);
-        let told = tracker.record(Progress::Block { block: 2, blocks: 2 }, now).unwrap();
+        tracker.record(PrepareProgress::Tensor { bytes: 30 }, now);
+        let told = tracker.record(PrepareProgress::Block { block: 2, blocks: 2 }, now).unwrap();
         assert_eq!((told.bytes_done, told.bytes_total), (30, 60));
     }
 
     #[test]
     fn messages_about_one_block_are_rare() {
         let (mut tracker, now) = (Tracker::default(), Instant::now());
-        assert!(tracker.record(Progress::Block { block: 1, blocks: 1 }, now).is_some());
-        assert!(tracker.record(Progress::Tensor { bytes: 1 }, now).is_none());
-        assert!(tracker.record(Progress::Alive, now + MESSAGE_PERIOD).is_none());
-        assert!(tracker.record(Progress::Tensor { bytes: 1 }, now + MESSAGE_PERIOD).is_some());
+        assert!(tracker.record(PrepareProgress::Block { block: 1, blocks: 1 }, now).is_some());
+        assert!(tracker.record(PrepareProgress::Tensor { bytes: 1 }, now).is_none());
+        assert!(tracker.record(PrepareProgress::Alive, now + MESSAGE_PERIOD).is_none());
+        assert!(tracker.record(PrepareProgress::Tensor { bytes: 1 }, now + MESSAGE_PERIOD).is_some());
     }
 
     #[test]
     fn absurd_sizes_do_not_overflow() {
         let (mut tracker, now) = (Tracker::default(), Instant::now());
-        tracker.record(Progress::Block { block: 1, blocks: u32::MAX }, now);
-        let told = tracker.record(Progress::Download { done: u64::MAX, total: u64::MAX }, now);
+        tracker.record(PrepareProgress::Block { block: 1, blocks: u32::MAX }, now);
+        let told = tracker.record(PrepareProgress::Download { done: u64::MAX, total: u64::MAX }, now);
         assert_eq!(told.unwrap().bytes_total, u64::MAX);
     }
 }

@@ -12,7 +12,7 @@ use crate::adapter::Adapter;
 use crate::error::PrepareError;
 use crate::files::Files;
 use crate::inspect::Inspected;
-use crate::progress::Progress;
+use crate::progress::PrepareProgress;
 use crate::source::{SourceTensor, Wanted};
 use crate::store::{Prepared, StorePlace, stored_form};
 
@@ -26,7 +26,7 @@ impl Inspected {
     pub fn make_ready(
         &mut self,
         span: Span,
-        mut progress: impl FnMut(Progress) -> Result<(), PrepareError>,
+        mut progress: impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
     ) -> Result<Manifest, PrepareError> {
         if span.end().0 > self.facts.num_blocks {
             return Err(PrepareError::BadSpan { span, num_blocks: self.facts.num_blocks });
@@ -38,7 +38,7 @@ impl Inspected {
         let (mut files, mut blocks) = (Files::default(), BTreeMap::new());
         let mut adapters = vec![AdapterBlocks::new(); self.adapters.len()];
         for (number, block) in (1..).zip(span.blocks()) {
-            progress(Progress::Block { block: number, blocks: total })?;
+            progress(PrepareProgress::Block { block: number, blocks: total })?;
             blocks.insert(block.0, self.block(block, &mut files, &mut progress)?);
             for (index, parts) in adapters.iter_mut().enumerate() {
                 let own = self.adapter(index, block, &mut files, &mut progress)?;
@@ -71,7 +71,7 @@ impl Inspected {
     pub(crate) fn fetch(
         &mut self,
         block: BlockIndex,
-        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+        progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
     ) -> Result<Vec<Wanted>, PrepareError> {
         let wanted = self.wanted(block)?;
         if let Some(hub) = &mut self.hub {
@@ -99,7 +99,7 @@ impl Inspected {
         &mut self,
         block: BlockIndex,
         files: &mut Files,
-        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+        progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
     ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
         if let Some(converted) = self.converted() {
             let tensors = converted.block(block, files)?;
@@ -119,7 +119,7 @@ impl Inspected {
         index: usize,
         block: BlockIndex,
         files: &mut Files,
-        progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+        progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
     ) -> Result<BTreeMap<String, AdapterEntry>, PrepareError> {
         let Some(adapter) = self.adapters.get(index) else {
             return Ok(BTreeMap::new());
@@ -151,11 +151,11 @@ fn stored(
     dtype: DType,
     sources: &[SourceTensor<'_>],
     files: &mut Files,
-    progress: &mut impl FnMut(Progress) -> Result<(), PrepareError>,
+    progress: &mut impl FnMut(PrepareProgress) -> Result<(), PrepareError>,
 ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
     let prepared = match place.reuse() {
         Some(prepared) => Some(prepared),
-        None => match place.make(dtype, sources, |bytes| progress(Progress::Tensor { bytes })) {
+        None => match place.make(dtype, sources, |bytes| progress(PrepareProgress::Tensor { bytes })) {
             Ok(prepared) => Some(prepared),
             // Nothing had to be converted and all was checked: only the mark of it is missing.
             Err(PrepareError::Write { path, source })

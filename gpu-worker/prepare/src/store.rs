@@ -60,7 +60,7 @@ pub struct Prepared {
 
 /// What identifies a prepared file.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Identity {
+pub struct FileIdentity {
     /// [`FORMAT_VERSION`] of the writer.
     pub format: u32,
     pub block: u32,
@@ -70,9 +70,9 @@ pub struct Identity {
     pub tensors: BTreeMap<String, (FileEntry, u64, QuantType)>,
 }
 
-impl Identity {
+impl FileIdentity {
     /// What a prepared file says of itself.
-    pub fn of(header: &Header) -> Option<Identity> {
+    pub fn of(header: &Header) -> Option<FileIdentity> {
         serde_json::from_str(header.metadata.get(IDENTITY)?).ok()
     }
 }
@@ -332,7 +332,7 @@ fn identity_text(
     tensors: BTreeMap<String, (FileEntry, u64, QuantType)>,
 ) -> String {
     let (format, dtype) = (FORMAT_VERSION, dtype.name().to_owned());
-    let identity = Identity { format, block: block.0, dtype, tensors };
+    let identity = FileIdentity { format, block: block.0, dtype, tensors };
     serde_json::to_string(&identity).unwrap_or_default()
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use model::cuts::CutFile;
 use model::rates::{RateCache, slowest};
 use model::shards::Shard;
-use model::survey::{BlockSource, FormatSurvey, ModelSurvey, Source, SurveyFailure, SurveyRequest};
+use model::survey::{BlockSource, FormatSurvey, ModelSurvey, CheckpointSource, SurveyFailure, SurveyRequest};
 use shared::block::{BlockIndex, Span};
 use shared::config::{Device, SpanChoice, WorkerConfig};
 use shared::model::RankShare;
@@ -65,8 +65,8 @@ fn look(request: SurveyRequest<'_>) -> Result<ModelSurvey, PrepareError> {
     let blocks = blocks.map(|block| Ok((block, inspected.source(BlockIndex(block))?)));
     let blocks: BTreeMap<u32, BlockSource> = blocks.collect::<Result<_, PrepareError>>()?;
     let source = match &inspected.hub {
-        Some(hub) => Source::Hub { commit: hub.commit().to_owned() },
-        None => Source::Folder,
+        Some(hub) => CheckpointSource::Hub { commit: hub.commit().to_owned() },
+        None => CheckpointSource::Folder,
     };
     Ok(ModelSurvey { source, formats: surveys, blocks })
 }

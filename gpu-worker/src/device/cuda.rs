@@ -34,7 +34,7 @@ pub struct CudaArena<G: Gpu> {
 
 impl<G: Gpu> DeviceBackend for Cuda<G> {
     type Cache = cuda::Cache<G>;
-    type PageMemory = Option<cuda::Memory<G>>;
+    type PageMemory = Option<cuda::PooledMemory<G>>;
     type Arena = CudaArena<G>;
     type Hidden = CudaStates<G>;
     type Steps = RecordedSteps<G>;
@@ -96,7 +96,7 @@ impl<G: Gpu> DeviceBackend for Cuda<G> {
 
     fn pages_in<'p>(
         &mut self,
-        memory: &'p mut Option<cuda::Memory<G>>,
+        memory: &'p mut Option<cuda::PooledMemory<G>>,
         layout: PageLayout,
         bytes: usize,
     ) -> Result<cuda::Pages<'p>, OpError> {

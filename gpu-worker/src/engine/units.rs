@@ -9,7 +9,7 @@ use shared::job::WorkKind;
 use super::{Begun, Engine, EngineError};
 use crate::device::{DeviceBackend, PassRunner, PassUnit, StepRunner, StepUnit, TransferError};
 use crate::job::Job;
-use crate::schedule::{JobKey, Member, Unit};
+use crate::schedule::{JobKey, UnitMember, Unit};
 
 impl<B: DeviceBackend> Engine<'_, B> {
     /// Runs one unit. A device is done after the next [`synchronize`](Self::synchronize).
@@ -62,7 +62,7 @@ impl<B: DeviceBackend> Engine<'_, B> {
     fn pass_unit(
         &mut self,
         block: u32,
-        member: &Member,
+        member: &UnitMember,
         job: &Job,
         begun: &mut Begun<B>,
     ) -> Result<(), EngineError> {

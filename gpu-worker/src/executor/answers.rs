@@ -15,20 +15,20 @@ use super::{Executor, Exit, FLUSH_TIME};
 use crate::device::{DeviceBackend, TransferError};
 use crate::engine::Begun;
 use crate::job::Job;
-use crate::link::Link;
+use crate::link::NetdLink;
 use crate::schedule::{Advance, JobKey, Unit};
 
 /// Answers that wait for the other ranks and for room in the completion ring, in the order of their
 /// jobs' ends.
 #[derive(Debug, Default)]
-pub(super) struct Answers {
-    queue: VecDeque<Answer>,
+pub(super) struct AnswerQueue {
+    queue: VecDeque<QueuedAnswer>,
     /// Numbers of the jobs whose completions were just posted, and these.
     posted: Vec<(u64, Completion)>,
 }
 
 #[derive(Debug)]
-struct Answer {
+struct QueuedAnswer {
     completion: Completion,
     /// Number of the job, if it was computed.
     number: Option<u64>,
@@ -39,7 +39,7 @@ struct Answer {
 /// Jobs whose output slot was written, and those whose slot lies outside the arena.
 pub(super) type Outputs = HashMap<JobKey, Result<(), JobError>>;
 
-impl Answers {
+impl AnswerQueue {
     pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
@@ -58,7 +58,7 @@ impl Answers {
     }
 
     /// Answers a job that had no effect, after `until`.
-    pub(super) fn refuse(&mut self, link: &Link, id: JobId, error: JobError, until: Until) {
+    pub(super) fn refuse(&mut self, link: &NetdLink, id: JobId, error: JobError, until: Until) {
         let completion = Completion {
             id,
             worker_generation: link.worker_generation,
@@ -67,12 +67,12 @@ impl Answers {
             queue_ns: 0,
             compute_ns: 0,
         };
-        self.queue.push_back(Answer { completion, number: None, until });
+        self.queue.push_back(QueuedAnswer { completion, number: None, until });
     }
 
     /// Moves completions into the ring as far as it has room and the other ranks are done, and
     /// wakes netd. Returns whether one was moved.
-    fn post(&mut self, link: &mut Link, publisher: &Publisher) -> Result<bool, Exit> {
+    fn post(&mut self, link: &mut NetdLink, publisher: &Publisher) -> Result<bool, Exit> {
         self.posted.clear();
         let before = self.queue.len();
         while let Some(answer) = self.queue.front() {
@@ -97,7 +97,7 @@ impl Answers {
 impl<B: DeviceBackend> Executor<'_, B> {
     /// Posts the queued answers as far as the ring has room and the other ranks are done. Returns
     /// whether it posted one.
-    pub(super) fn post_answers(&mut self, link: &mut Link) -> Result<bool, Exit> {
+    pub(super) fn post_answers(&mut self, link: &mut NetdLink) -> Result<bool, Exit> {
         let is_posted = self.answers.post(link, &self.publisher)?;
         if is_posted {
             self.execution.board.progress();
@@ -142,7 +142,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
     /// written already.
     pub(super) fn answer_if_finished(
         &mut self,
-        link: &mut Link,
+        link: &mut NetdLink,
         advance: Advance,
         outputs: &mut Outputs,
     ) -> Result<(), Exit> {
@@ -169,7 +169,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
     /// Queues the answer of a job whose output slot is written.
     fn answer(
         &mut self,
-        link: &mut Link,
+        link: &mut NetdLink,
         job: &Job,
         begun: &Begun<B>,
         result: Result<(), JobError>,
@@ -185,7 +185,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
             compute_ns,
         };
         let until = self.publisher.until_now();
-        self.answers.queue.push_back(Answer { completion, number: Some(job.number), until });
+        self.answers.queue.push_back(QueuedAnswer { completion, number: Some(job.number), until });
         let (kind, tokens) = (job.body.kind, job.body.total_tokens());
         self.execution.board.job_done(kind, tokens, queue_ns, compute_ns);
         self.post_answers(link)?;
@@ -194,7 +194,7 @@ impl<B: DeviceBackend> Executor<'_, B> {
 
     /// Refuses every accepted job after the time of a drain, and ends once netd had
     /// [`FLUSH_TIME`] to take the answers.
-    pub(super) fn refuse_all(&mut self, link: &Link, until: Instant) -> Result<Option<Unit>, Exit> {
+    pub(super) fn refuse_all(&mut self, link: &NetdLink, until: Instant) -> Result<Option<Unit>, Exit> {
         self.execution.begun.clear();
         for (_, job) in self.execution.jobs.drain() {
             self.answers.refuse(link, job.id, JobError::Draining, self.publisher.until_now());

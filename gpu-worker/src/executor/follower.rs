@@ -25,7 +25,7 @@ use tracing::{debug, info};
 
 use super::execution::Execution;
 use super::record::{Begin, Malformed, Record};
-use super::{Command, Exit};
+use super::{ExecutorCommand, Exit};
 use crate::device::DeviceBackend;
 use crate::engine::Engine;
 use crate::fault::Faults;
@@ -110,7 +110,7 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
     /// supervisor.
     pub fn run(
         mut self,
-        commands: &Receiver<Command<ArenaLink>>,
+        commands: &Receiver<ExecutorCommand<ArenaLink>>,
         mut report: impl FnMut(FromWorker),
     ) -> Exit {
         let mut bytes = Vec::new();
@@ -125,7 +125,7 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
     fn round(
         &mut self,
         bytes: &mut Vec<u8>,
-        commands: &Receiver<Command<ArenaLink>>,
+        commands: &Receiver<ExecutorCommand<ArenaLink>>,
         report: &mut impl FnMut(FromWorker),
     ) -> Result<(), Exit> {
         self.obey(commands, report)?;
@@ -144,18 +144,18 @@ impl<'w, B: DeviceBackend> Follower<'w, B> {
     /// Carries out the commands that are there.
     fn obey(
         &mut self,
-        commands: &Receiver<Command<ArenaLink>>,
+        commands: &Receiver<ExecutorCommand<ArenaLink>>,
         report: &mut impl FnMut(FromWorker),
     ) -> Result<(), Exit> {
         while self.links.len() < MAX_ARENAS {
             match commands.try_recv() {
-                Ok(Command::Link(link)) => {
+                Ok(ExecutorCommand::Link(link)) => {
                     // Rank 0 gets its link after, so that no plan comes before its arena.
                     report(FromWorker::Linked { netd_generation: link.netd_generation });
                     self.links.push_back(*link);
                 }
-                Ok(Command::Drain) => return Err(Exit::clean()),
-                Ok(Command::End(reason, message)) => return Err(Exit { reason, message }),
+                Ok(ExecutorCommand::Drain) => return Err(Exit::clean()),
+                Ok(ExecutorCommand::End(reason, message)) => return Err(Exit { reason, message }),
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => {
                     return Err(Exit { reason: ExitReason::ParentGone, message: String::new() });

@@ -17,7 +17,7 @@ use std::ops::Range;
 use shared::ids::{Generation, JobId};
 use shared::job::JobBody;
 
-use crate::schedule::{JobKey, Member, Unit};
+use crate::schedule::{JobKey, UnitMember, Unit};
 
 const LINK: u32 = 1;
 const BEGIN: u32 = 2;
@@ -56,7 +56,7 @@ pub(super) struct Malformed {
 impl Record<'_> {
     /// Reads a record that another process wrote.
     pub(super) fn decode(bytes: &[u8]) -> Result<Record<'_>, Malformed> {
-        let mut reader = Reader(bytes);
+        let mut reader = RecordReader(bytes);
         let kind = reader.word().unwrap_or(0);
         let record = reader.record(kind);
         record.filter(|_| reader.0.is_empty()).ok_or(Malformed { kind, bytes: bytes.len() })
@@ -83,7 +83,7 @@ pub(super) fn unit(unit: &Unit, out: &mut Vec<u8>) {
     word(UNIT, out);
     word(unit.block, out);
     word(unit.count, out);
-    for Member { job, position, pieces } in &unit.members {
+    for UnitMember { job, position, pieces } in &unit.members {
         out.extend(job.0.to_le_bytes());
         for index in [*position, pieces.start, pieces.end] {
             // More pieces than that no job has; whoever reads it refuses the record.
@@ -103,9 +103,9 @@ fn word(word: u32, out: &mut Vec<u8>) {
 }
 
 /// The rest of a record.
-struct Reader<'a>(&'a [u8]);
+struct RecordReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> RecordReader<'a> {
     fn record(&mut self, kind: u32) -> Option<Record<'a>> {
         Some(match kind {
             LINK => Record::Link { netd_generation: Generation(self.word()?) },
@@ -125,7 +125,7 @@ impl<'a> Reader<'a> {
         while !self.0.is_empty() {
             let (job, position) = (JobKey(self.long()?), self.index()?);
             let pieces = Range { start: self.index()?, end: self.index()? };
-            members.push(Member { job, position, pieces });
+            members.push(UnitMember { job, position, pieces });
         }
         Some(Unit { block, count, members })
     }

@@ -26,7 +26,7 @@ const FIRST: Generation = Generation(1);
 fn with_executor(
     model: &Model,
     kv: &MemfdSegment,
-    client: impl FnOnce(&mut Netd, &SyncSender<Command>),
+    client: impl FnOnce(&mut Netd, &SyncSender<ExecutorCommand>),
 ) -> Exit {
     let (end, ()) = with_drain_time(model, kv, DRAIN_TIME, client);
     end
@@ -37,12 +37,12 @@ fn with_drain_time<Out>(
     model: &Model,
     kv: &MemfdSegment,
     drain_time: Duration,
-    client: impl FnOnce(&mut Netd, &SyncSender<Command>) -> Out,
+    client: impl FnOnce(&mut Netd, &SyncSender<ExecutorCommand>) -> Out,
 ) -> (Exit, Out) {
     let seat = Seat::of(Role::Worker, FIRST);
     let (commands, inbox) = sync_channel(8);
     let parts = LinkParts::new(FIRST, FIRST);
-    commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
+    commands.send(ExecutorCommand::Link(Box::new(open(&parts)))).unwrap();
     let mut netd = Netd::of(parts);
     thread::scope(|scope| {
         let (seat, board) = (&seat.seat, seat.board.try_clone().unwrap());
@@ -75,18 +75,18 @@ fn engine<'w>(model: &'w Model, weights: &'w MappedWeights, kv: &MemfdSegment) -
 }
 
 /// Ends the executor, also when the client panics.
-struct Ending<'a>(&'a SyncSender<Command>, Doorbell);
+struct Ending<'a>(&'a SyncSender<ExecutorCommand>, Doorbell);
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        let _ = self.0.send(Command::Drain);
+        let _ = self.0.send(ExecutorCommand::Drain);
         let _ = self.1.ring();
     }
 }
 
-fn open(parts: &LinkParts) -> Link {
+fn open(parts: &LinkParts) -> NetdLink {
     let (init, fds) = parts.for_worker();
-    Link::open(&init, worker_id(), FIRST, fds).unwrap()
+    NetdLink::open(&init, worker_id(), FIRST, fds).unwrap()
 }
 
 /// A session that prefills `first` tokens and then decodes one token at a time; all outputs in a
@@ -429,14 +429,14 @@ fn a_new_link_drops_what_the_old_one_asked_for() {
     let end = with_executor(&model, &kv_segment(model.facts()), |old, commands| {
         let parts = LinkParts::new(FIRST, Generation(2));
         let long: Vec<_> = (0..100).map(|s| netd_forward(old, &limits, s)).collect();
-        commands.send(Command::Link(Box::new(open(&parts)))).unwrap();
+        commands.send(ExecutorCommand::Link(Box::new(open(&parts)))).unwrap();
         old.wake_always();
         let mut new = Netd::of(parts);
         let body = new.job(WorkKind::Forward, &limits, 1, &input(1, 1));
         new.call(&body).unwrap();
         let answered = std::iter::from_fn(|| old.next(Duration::ZERO)).count();
         assert!(answered < long.len(), "all jobs of the old link were served");
-        commands.send(Command::Drain).unwrap();
+        commands.send(ExecutorCommand::Drain).unwrap();
         new.wake_always();
     });
     assert_eq!(end, Exit::clean());
@@ -448,7 +448,7 @@ fn a_drain_serves_what_was_submitted_before_it() {
     let limits = model.limits();
     let end = with_executor(&model, &kv_segment(model.facts()), |netd, commands| {
         let ids: Vec<_> = (0..10).map(|s| netd_forward(netd, &limits, s)).collect();
-        commands.send(Command::Drain).unwrap();
+        commands.send(ExecutorCommand::Drain).unwrap();
         netd.wake_always();
         assert!(ids.into_iter().all(|id| netd.answer(id).is_ok()));
     });
@@ -467,7 +467,7 @@ fn a_corrupt_ring_ends_the_worker() {
 fn the_end_of_the_control_thread_ends_the_executor() {
     let model = Model::new(DType::F32);
     let end = with_executor(&model, &kv_segment(model.facts()), |netd, commands| {
-        commands.send(Command::End(ExitReason::ParentGone, String::new())).unwrap();
+        commands.send(ExecutorCommand::End(ExitReason::ParentGone, String::new())).unwrap();
         netd.wake_always();
     });
     assert_eq!(end.reason, ExitReason::ParentGone);
@@ -482,7 +482,7 @@ fn a_drain_without_time_refuses_what_is_left_and_answers_it() {
         let body = netd.job(WorkKind::Forward, &limits, 1, &input(60, 1));
         netd.call(&body).unwrap();
         let jobs: Vec<_> = (0..200).map(|_| netd.push(&body)).collect();
-        commands.send(Command::Drain).unwrap();
+        commands.send(ExecutorCommand::Drain).unwrap();
         netd.wake_always();
         let answers = jobs.iter().map(|&job| netd.answer(job));
         answers.filter(|a| *a == Err(JobError::Draining)).count()

@@ -3,7 +3,7 @@
 
 use shared::job::WorkKind;
 
-use super::{Advance, Member, Unit};
+use super::{Advance, UnitMember, Unit};
 
 /// Where a job is: at one of its blocks, before one of its pieces.
 #[derive(Debug)]
@@ -56,8 +56,8 @@ impl Walk {
 
     /// Whether `member` is the part of this job in `unit`, and what the job does next. Nothing of
     /// either is believed.
-    pub fn is_next(&self, unit: &Unit, member: &Member) -> bool {
-        let Member { position, pieces, .. } = member;
+    pub fn is_next(&self, unit: &Unit, member: &UnitMember) -> bool {
+        let UnitMember { position, pieces, .. } = member;
         let count = unit.count as usize;
         let end = position.checked_add(count).unwrap_or(usize::MAX);
         let Some(blocks) = self.blocks.get(*position..end).filter(|b| !b.is_empty()) else {
@@ -77,7 +77,7 @@ impl Walk {
     }
 
     /// Goes on behind the pieces of `member` in a unit of `blocks` blocks.
-    pub fn advance(&mut self, member: &Member, blocks: usize) -> Advance {
+    pub fn advance(&mut self, member: &UnitMember, blocks: usize) -> Advance {
         self.piece = member.pieces.end;
         let block_done = self.piece >= self.pieces.len();
         if block_done {

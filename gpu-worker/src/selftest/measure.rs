@@ -9,7 +9,7 @@ use kernels::ops::OpError;
 use shared::exit::ExitReason;
 
 use super::Ended;
-use super::report::Report;
+use super::report::SelftestReport;
 
 /// What a device gives at best, as measured in this run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,7 +27,7 @@ pub(super) struct Table<'a, W> {
     pub(super) repetitions: usize,
     pub(super) out: &'a mut W,
     /// Where all of it is kept.
-    pub(super) report: &'a mut Report,
+    pub(super) report: &'a mut SelftestReport,
 }
 
 impl<W: Write> Table<'_, W> {

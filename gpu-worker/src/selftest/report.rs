@@ -16,7 +16,7 @@ use super::budget;
 
 /// The report of one device.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct SelftestReport {
     #[serde(skip)]
     path: Option<PathBuf>,
     sepal: &'static str,
@@ -67,16 +67,16 @@ pub(super) struct Measured {
     pub operations: usize,
 }
 
-impl Report {
+impl SelftestReport {
     /// A report that nothing is in yet, for `path` if there is one.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn begin(path: Option<&Path>) -> io::Result<Report> {
+    pub fn begin(path: Option<&Path>) -> io::Result<SelftestReport> {
         let text =
             |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let report = Report {
+        let report = SelftestReport {
             path: path.map(Path::to_owned),
             sepal: env!("CARGO_PKG_VERSION"),
             taken_at: now.map_or(0, |since| since.as_secs()),

@@ -48,7 +48,7 @@ impl Steps {
 
 /// One step: each of `sessions` sessions has `tokens` new tokens after `prefix` cached ones.
 #[derive(Clone, Copy, Debug)]
-struct Step {
+struct TimedStep {
     sessions: usize,
     tokens: usize,
     prefix: usize,
@@ -91,9 +91,9 @@ fn blocks_of<B: DeviceBackend>(
     })
     .map_err(|failure| Ended::new(ExitReason::Failed, &failure))?;
     let prefix = steps.context - 1;
-    let decode = steps.sessions.iter().map(|&sessions| Step { sessions, tokens: 1, prefix });
-    for step in decode.chain([Step { sessions: 1, tokens: steps.prefill, prefix: 0 }]) {
-        let Step { sessions, tokens, prefix } = step;
+    let decode = steps.sessions.iter().map(|&sessions| TimedStep { sessions, tokens: 1, prefix });
+    for step in decode.chain([TimedStep { sessions: 1, tokens: steps.prefill, prefix: 0 }]) {
+        let TimedStep { sessions, tokens, prefix } = step;
         let name = match prefix {
             0 => format!("{kind} {quant} prefill {tokens}"),
             _ => format!("{kind} {quant} decode {} x {sessions}", prefix + 1),
@@ -114,11 +114,11 @@ fn block_row<B: DeviceBackend>(
     spec: &BlockSpec,
     weights: &BlockWeights<'_, B>,
     quant: QuantType,
-    step: Step,
+    step: TimedStep,
     name: String,
     table: &mut Table<'_, impl Write>,
 ) -> Result<f64, Ended> {
-    let Step { sessions, tokens, prefix } = step;
+    let TimedStep { sessions, tokens, prefix } = step;
     let layout = page_layout(spec, DTYPE);
     let used = (prefix + tokens).div_ceil(PAGE_TOKENS);
     let page = |index: usize| PageId(u32::try_from(index).unwrap_or(u32::MAX));

@@ -14,8 +14,8 @@ use shared::shm::doorbell::Doorbell;
 use shared::shm::group::GroupMap;
 
 use super::{DESCRIPTOR_TIMEOUT, lost, out_of_order};
-use crate::executor::{Command, Exit};
-use crate::link::{ARENA_LINK_DESCRIPTORS, ArenaLink, LINK_DESCRIPTORS, Link, LinkError};
+use crate::executor::{ExecutorCommand, Exit};
+use crate::link::{ARENA_LINK_DESCRIPTORS, ArenaLink, LINK_DESCRIPTORS, NetdLink, LinkError};
 
 /// Messages of the supervisor that may wait for the end of a unit; more make the control thread
 /// wait.
@@ -51,7 +51,7 @@ pub(super) struct Rings {
 }
 
 impl Opener for Rings {
-    type Link = Link;
+    type Link = NetdLink;
 
     const DESCRIPTORS: usize = LINK_DESCRIPTORS;
 
@@ -61,8 +61,8 @@ impl Opener for Rings {
         worker: WorkerId,
         generation: Generation,
         fds: Vec<OwnedFd>,
-    ) -> Result<Link, LinkError> {
-        let link = Link::open(init, worker, generation, fds)?;
+    ) -> Result<NetdLink, LinkError> {
+        let link = NetdLink::open(init, worker, generation, fds)?;
         self.next = Some(Doorbell::from_fd(link.submission_bell.try_clone()?)?);
         Ok(link)
     }
@@ -107,7 +107,7 @@ impl Opener for Arenas {
 }
 
 /// Where the executor's commands come from, and where its messages go.
-type Channels<L> = (Receiver<Command<L>>, ControlSender<FromWorker>);
+type Channels<L> = (Receiver<ExecutorCommand<L>>, ControlSender<FromWorker>);
 
 /// Starts the thread. Gives what the executor obeys, and where it answers.
 pub(super) fn start<O: Opener>(
@@ -134,7 +134,7 @@ pub(super) fn start<O: Opener>(
 }
 
 struct Control<O: Opener> {
-    commands: SyncSender<Command<O::Link>>,
+    commands: SyncSender<ExecutorCommand<O::Link>>,
     descriptors: DescriptorSocket,
     worker: WorkerId,
     generation: Generation,
@@ -146,16 +146,16 @@ impl<O: Opener> Control<O> {
         loop {
             let command = match receiver.recv() {
                 Ok(ToWorker::Link(init)) => match self.open(&init) {
-                    Ok(link) => Command::Link(Box::new(link)),
+                    Ok(link) => ExecutorCommand::Link(Box::new(link)),
                     Err(failure) => {
-                        Command::End(ExitReason::ProtocolMismatch, with_causes(&failure))
+                        ExecutorCommand::End(ExitReason::ProtocolMismatch, with_causes(&failure))
                     }
                 },
-                Ok(ToWorker::Drain) => Command::Drain,
+                Ok(ToWorker::Drain) => ExecutorCommand::Drain,
                 Ok(ToWorker::Init(_)) => end(out_of_order()),
                 Err(failure) => end(lost(&failure)),
             };
-            let last = matches!(command, Command::End(..));
+            let last = matches!(command, ExecutorCommand::End(..));
             if self.commands.send(command).is_err() || self.opener.wake().is_err() || last {
                 return;
             }
@@ -171,6 +171,6 @@ impl<O: Opener> Control<O> {
     }
 }
 
-fn end<L>(end: Exit) -> Command<L> {
-    Command::End(end.reason, end.message)
+fn end<L>(end: Exit) -> ExecutorCommand<L> {
+    ExecutorCommand::End(end.reason, end.message)
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use kernels::cuda::group::{Identity, Offer, Path};
+use kernels::cuda::group::{DeviceIdentity, Offer, Path};
 use kernels::cuda::{Cuda, Gpu};
 use kernels::ops::OpError;
 use model::BlockSpec;
@@ -18,7 +18,7 @@ use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::model::ModelFacts;
 use shared::shm::board::BoardWriter;
-use shared::shm::group::{GroupMap, GroupShape, Member, PlanReader, PlanWriter, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupShape, GroupMember, PlanReader, PlanWriter, WaitPolicy};
 use tracing::{info, warn};
 
 use super::control::Arenas;
@@ -35,7 +35,7 @@ pub(super) struct Joining {
 
 /// The group of a rank.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct RankGroup {
     map: Arc<GroupMap>,
     rank: Rank,
     may_spin: bool,
@@ -64,18 +64,18 @@ pub(super) fn open(
     Ok(Some(Joining { map, sockets: fds.collect() }))
 }
 
-impl Group {
-    pub(super) fn new(joining: Joining, init: &WorkerInit, board: &Arc<BoardWriter>) -> Group {
+impl RankGroup {
+    pub(super) fn new(joining: Joining, init: &WorkerInit, board: &Arc<BoardWriter>) -> RankGroup {
         let Joining { map, sockets } = joining;
         let may_spin = init.group.as_ref().is_some_and(|group| group.may_spin);
         let rank = init.worker.rank;
         let peers = Peers::new(rank, sockets, &map, board);
-        Group { map, rank, may_spin, board: Arc::clone(board), peers }
+        RankGroup { map, rank, may_spin, board: Arc::clone(board), peers }
     }
 
     /// With what the device exchanges sums.
-    pub(super) fn member(&self) -> Result<Member, Exit> {
-        Member::new(&self.map, self.policy()).map_err(no_descriptor)
+    pub(super) fn member(&self) -> Result<GroupMember, Exit> {
+        GroupMember::new(&self.map, self.policy()).map_err(no_descriptor)
     }
 
     /// Has a device exchange with those of the other ranks: each tells the others what it offers, and
@@ -98,7 +98,7 @@ impl Group {
         let reaches = cuda.reach(&offers);
         let mut use_peer = self.all(reaches)?;
         // Without the descriptors, for host memory.
-        let devices: Vec<Option<Identity>> =
+        let devices: Vec<Option<DeviceIdentity>> =
             offers.iter().map(|offer| offer.as_ref().map(|offer| offer.device)).collect();
         if use_peer {
             let joined = cuda.join(Arc::clone(&self.map), offers, true);
@@ -158,7 +158,7 @@ fn offer(message: PeerMessage) -> Option<Offer> {
     let (&OFFER, device) = message.bytes.split_first()? else {
         return None;
     };
-    Some(Offer { device: Identity::from_bytes(device)?, memory: message.fd })
+    Some(Offer { device: DeviceIdentity::from_bytes(device)?, memory: message.fd })
 }
 
 /// The answer of another rank.

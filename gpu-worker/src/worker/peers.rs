@@ -133,7 +133,7 @@ mod tests {
 
     use shared::control::Role;
     use shared::ids::{Generation, GroupId, WorldSize};
-    use shared::shm::group::{Group, GroupShape};
+    use shared::shm::group::{GroupOwner, GroupShape};
 
     use super::*;
     use crate::harness::{Seat, unique};
@@ -143,13 +143,13 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(60);
 
     /// A group of three, and what each rank has of it.
-    fn ranks() -> (Group, Vec<Peers>) {
+    fn ranks() -> (GroupOwner, Vec<Peers>) {
         let (group, peers, _) = ranks_on_boards();
         (group, peers)
     }
 
     /// The same with the board of each rank.
-    fn ranks_on_boards() -> (Group, Vec<Peers>, Vec<Seat>) {
+    fn ranks_on_boards() -> (GroupOwner, Vec<Peers>, Vec<Seat>) {
         let shape = GroupShape {
             group: GroupId(0),
             generation: Generation(1),
@@ -157,7 +157,7 @@ mod tests {
             exchange_values: 16,
             log_bytes: 64,
         };
-        let group = Group::create(&unique("peers"), &shape).unwrap();
+        let group = GroupOwner::create(&unique("peers"), &shape).unwrap();
         let mut ends: Vec<Vec<OwnedFd>> = (0..WORLD).map(|_| Vec::new()).collect();
         for lower in 0..WORLD {
             for higher in lower + 1..WORLD {

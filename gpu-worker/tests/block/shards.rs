@@ -15,7 +15,7 @@ use ::model::weight_files::WeightFiles;
 use blocks::map::{Keep, MappedWeights};
 use kernels::quant::{held_bytes, slice_bytes};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{Group, GroupMap, GroupShape, Member, WaitPolicy};
+use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, WaitPolicy};
 
 use crate::*;
 use model::{Model, names};
@@ -67,13 +67,13 @@ impl Model {
     /// Every rank of a group, a thread each.
     fn group(&self, shards: &[Shard]) -> Vec<Results> {
         let shape = shape_of(shards);
-        let group = Group::create("sepal-test-shards", &shape).unwrap();
+        let group = GroupOwner::create("sepal-test-shards", &shape).unwrap();
         let rank = |shard: &Shard| {
             let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
             let rank = Rank(shard.rank.try_into().unwrap());
             let map = GroupMap::open(segment, bells, &shape, rank).unwrap();
             let mut cpu = Cpu::new(1);
-            cpu.join(Member::new(&map, policy()).unwrap());
+            cpu.join(GroupMember::new(&map, policy()).unwrap());
             // The second rank is on a NUMA node, as it were.
             let keep = if shard.rank == 1 { Keep::Copied } else { Keep::Mapped };
             let (manifest, span) = (&self.manifest, self.span);

@@ -19,7 +19,7 @@ use std::hint::black_box;
 
 use kernels::cases::{Measurement, Row, Shapes, Work, operations};
 use kernels::cpu::Isa;
-use kernels::cpu::pool::Pool;
+use kernels::cpu::pool::ThreadPool;
 use kernels::ops::convert;
 use kernels::{Cpu, DType};
 use timing::{Bench, Requests};
@@ -72,7 +72,7 @@ fn main() {
     }
     // What it costs to give work to all threads and wait for them.
     let row = Row { name: "pool hand-over".to_owned(), work: Work::default() };
-    let mut pool = Pool::new(threads);
+    let mut pool = ThreadPool::new(threads);
     let hand_over = || {
         pool.run(threads, |index| {
             black_box(index);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kernels::cases::{Row, Work};
 use kernels::cpu::Isa;
-use kernels::cpu::pool::Pool;
+use kernels::cpu::pool::ThreadPool;
 use nix::time::{ClockId, clock_gettime};
 
 /// Bytes that one measurement of the bandwidth reads.
@@ -50,7 +50,7 @@ pub struct Requests {
 /// The clock, the reader and the peers of a run of the bench.
 pub struct Bench<'r> {
     clock: ClockId,
-    reader: Pool,
+    reader: ThreadPool,
     torch: Option<Peer>,
     ggml: Option<Peer>,
     ring: &'r [u8],
@@ -74,7 +74,7 @@ impl<'r> Bench<'r> {
             } else {
                 ClockId::CLOCK_MONOTONIC
             },
-            reader: Pool::new(threads),
+            reader: ThreadPool::new(threads),
             torch: python.and_then(|python| {
                 Peer::start(python, &["-B", script], threads, &torch_limits(isa))
             }),
@@ -112,7 +112,7 @@ impl<'r> Bench<'r> {
     }
 
     /// Reads `bytes` with all threads.
-    fn read(pool: &mut Pool, bytes: &[u8]) {
+    fn read(pool: &mut ThreadPool, bytes: &[u8]) {
         let part = bytes.len().div_ceil(pool.threads() * 16);
         pool.run(bytes.len().div_ceil(part), |index| {
             let mut sums = [0u64; 32];

@@ -12,7 +12,7 @@ pub(super) struct AttentionGradCase {
 
 /// How a gradient is asked for.
 #[derive(Clone, Copy, Default)]
-struct Ask {
+struct GradientCase {
     /// With the results of attention.
     is_known: bool,
     /// In memory for one tile of keys.
@@ -50,7 +50,7 @@ impl AttentionGradCase {
         bench: &mut Bench<'_, B>,
         piece: &[(usize, usize)],
         results: &mut [Vec<f32>; 3],
-        ask: Ask,
+        ask: GradientCase,
     ) -> Result<(), Failure> {
         let (batch, Heads { group, head_dim, window, .. }) = (&self.batch, self.batch.shape);
         let (width, all_starts) = (batch.width() * group, self.starts());
@@ -131,7 +131,7 @@ impl AttentionGradCase {
     }
 
     /// The gradients of pieces of so many positions, from the last to the first.
-    fn cut<B: Subject>(&self, bench: &mut Bench<'_, B>, positions: usize, ask: Ask) -> Outcome {
+    fn cut<B: Subject>(&self, bench: &mut Bench<'_, B>, positions: usize, ask: GradientCase) -> Outcome {
         let ends = self.batch.rows.iter().map(|(prefix, tokens)| prefix + tokens);
         let longest = ends.max().unwrap_or(0);
         let mut results = self.before();
@@ -203,7 +203,7 @@ impl Case for AttentionGradCase {
 
     fn run<B: Subject>(&self, bench: &mut Bench<'_, B>, _: Range<usize>) -> Outcome {
         let mut results = self.before();
-        let ask = Ask { is_known: self.is_known, is_tight: false };
+        let ask = GradientCase { is_known: self.is_known, is_tight: false };
         self.add(bench, &self.batch.rows, &mut results, ask)?;
         Ok(results.into())
     }
@@ -221,7 +221,7 @@ impl Case for AttentionGradCase {
             Arithmetic::Bf16Pairs => !has_pairs(&self.batch),
             Arithmetic::TensorCores => false,
         };
-        let ask = Ask { is_known: true, is_tight: true };
+        let ask = GradientCase { is_known: true, is_tight: true };
         let cuts: &[usize] = match (B::IS_HOST, is_free) {
             (true, true) => &[1, 20, PAGE_TOKENS, 2 * PAGE_TOKENS],
             (true, false) => &[PAGE_TOKENS, 2 * PAGE_TOKENS],

@@ -17,7 +17,7 @@ const LENS: [(usize, Class); 7] = [
 const EXTREMES: [f32; 4] = [1e4, -1e4, 1e-9, 0.0];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+enum ElementwiseKind {
     Add(DType),
     /// A prompt of half the length behind a third, which is aligned to nothing.
     PromptAdd(DType),
@@ -31,7 +31,7 @@ const KINDS: [GeluKind; 2] = [GeluKind::Tanh, GeluKind::Erf];
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ElementCase {
-    kind: Kind,
+    kind: ElementwiseKind,
     len: usize,
 }
 
@@ -51,11 +51,11 @@ impl Case for ElementCase {
     const IS_ELEMENTWISE: bool = true;
 
     fn cases(class: Class) -> Vec<Self> {
-        let mut kinds = vec![Kind::SiluMulGrad];
-        kinds.extend(KINDS.map(Kind::GeluGrad));
+        let mut kinds = vec![ElementwiseKind::SiluMulGrad];
+        kinds.extend(KINDS.map(ElementwiseKind::GeluGrad));
         for round in DTYPES {
-            kinds.extend([Kind::Add(round), Kind::PromptAdd(round), Kind::SiluMul(round)]);
-            kinds.extend(KINDS.map(|kind| Kind::Gelu(kind, round)));
+            kinds.extend([ElementwiseKind::Add(round), ElementwiseKind::PromptAdd(round), ElementwiseKind::SiluMul(round)]);
+            kinds.extend(KINDS.map(|kind| ElementwiseKind::Gelu(kind, round)));
         }
         let of = |len| kinds.iter().map(move |&kind| ElementCase { len, kind });
         class.select(&LENS).into_iter().flat_map(of).collect()
@@ -64,11 +64,11 @@ impl Case for ElementCase {
     fn measured(shapes: &Shapes) -> Vec<Self> {
         let of = |&rows: &usize| {
             [
-                (Kind::Add(DType::Bf16), shapes.hidden),
-                (Kind::SiluMul(DType::Bf16), shapes.middle),
-                (Kind::Gelu(GeluKind::Tanh, DType::Bf16), shapes.middle),
-                (Kind::SiluMulGrad, shapes.middle),
-                (Kind::GeluGrad(GeluKind::Tanh), shapes.middle),
+                (ElementwiseKind::Add(DType::Bf16), shapes.hidden),
+                (ElementwiseKind::SiluMul(DType::Bf16), shapes.middle),
+                (ElementwiseKind::Gelu(GeluKind::Tanh, DType::Bf16), shapes.middle),
+                (ElementwiseKind::SiluMulGrad, shapes.middle),
+                (ElementwiseKind::GeluGrad(GeluKind::Tanh), shapes.middle),
             ]
             .map(|(kind, width)| ElementCase { kind, len: rows * width })
         };
@@ -77,28 +77,28 @@ impl Case for ElementCase {
 
     fn operation(&self) -> &'static str {
         match self.kind {
-            Kind::Add(_) => "add",
-            Kind::PromptAdd(_) => "prompt_add",
-            Kind::SiluMul(_) => "silu_mul",
-            Kind::Gelu(..) => "gelu",
-            Kind::SiluMulGrad => "silu_mul_grad",
-            Kind::GeluGrad(_) => "gelu_grad",
+            ElementwiseKind::Add(_) => "add",
+            ElementwiseKind::PromptAdd(_) => "prompt_add",
+            ElementwiseKind::SiluMul(_) => "silu_mul",
+            ElementwiseKind::Gelu(..) => "gelu",
+            ElementwiseKind::SiluMulGrad => "silu_mul_grad",
+            ElementwiseKind::GeluGrad(_) => "gelu_grad",
         }
     }
 
     fn shape(&self) -> String {
         match self.kind {
-            Kind::Add(round) | Kind::PromptAdd(round) | Kind::SiluMul(round) => {
+            ElementwiseKind::Add(round) | ElementwiseKind::PromptAdd(round) | ElementwiseKind::SiluMul(round) => {
                 format!("{round} {}", self.len)
             }
-            Kind::Gelu(kind, round) => format!("{kind:?} {round} {}", self.len),
-            Kind::SiluMulGrad => self.len.to_string(),
-            Kind::GeluGrad(kind) => format!("{kind:?} {}", self.len),
+            ElementwiseKind::Gelu(kind, round) => format!("{kind:?} {round} {}", self.len),
+            ElementwiseKind::SiluMulGrad => self.len.to_string(),
+            ElementwiseKind::GeluGrad(kind) => format!("{kind:?} {}", self.len),
         }
     }
 
     fn rows(&self) -> usize {
-        if matches!(self.kind, Kind::PromptAdd(_)) { 1 } else { self.len }
+        if matches!(self.kind, ElementwiseKind::PromptAdd(_)) { 1 } else { self.len }
     }
 
     /// Of many elements few ranges suffice.
@@ -112,28 +112,28 @@ impl Case for ElementCase {
     fn tolerance(&self, arithmetic: Arithmetic) -> f32 {
         let of_device = if arithmetic == Arithmetic::TensorCores { 2.0 } else { 1.0 };
         match self.kind {
-            Kind::Add(_) | Kind::PromptAdd(_) => 0.0,
-            Kind::SiluMul(DType::F32) => of_device * 1e-6,
+            ElementwiseKind::Add(_) | ElementwiseKind::PromptAdd(_) => 0.0,
+            ElementwiseKind::SiluMul(DType::F32) => of_device * 1e-6,
             // A rounding that falls the other way costs one unit of the dtype.
-            Kind::SiluMul(DType::Bf16) => 8e-3,
-            Kind::SiluMul(DType::F16) => 1e-3,
-            Kind::Gelu(..) => 1e-6,
-            Kind::SiluMulGrad => 2e-6,
-            Kind::GeluGrad(_) => of_device * 2e-6,
+            ElementwiseKind::SiluMul(DType::Bf16) => 8e-3,
+            ElementwiseKind::SiluMul(DType::F16) => 1e-3,
+            ElementwiseKind::Gelu(..) => 1e-6,
+            ElementwiseKind::SiluMulGrad => 2e-6,
+            ElementwiseKind::GeluGrad(_) => of_device * 2e-6,
         }
     }
 
     fn work(&self) -> Work {
         let bytes = match self.kind {
-            Kind::Gelu(..) => 8,
-            Kind::SiluMulGrad => 20,
+            ElementwiseKind::Gelu(..) => 8,
+            ElementwiseKind::SiluMulGrad => 20,
             _ => 12,
         };
         Work::bytes(bytes * self.len)
     }
 
     fn run<B: Subject>(&self, bench: &mut Bench<'_, B>, rows: Range<usize>) -> Outcome {
-        if let Kind::PromptAdd(round) = self.kind {
+        if let ElementwiseKind::PromptAdd(round) = self.kind {
             let (mut x, prompt) = (bench.in_place(&noise(1, self.len))?, noise(2, self.len / 2));
             let (offset, prompt) = (self.len / 3, &prompt[..]);
             bench.launch(|device, _| {
@@ -148,14 +148,14 @@ impl Case for ElementCase {
         bench.launch(|device, _| {
             let (x, y, grad) = (&mut *x, &mut *y, &mut *grad);
             match self.kind {
-                Kind::Add(round) => device.add(Add { x, y, len, round }),
-                Kind::PromptAdd(_) => Ok(()),
-                Kind::SiluMul(round) => device.silu_mul(SiluMul { gate: x, up: y, len, round }),
-                Kind::Gelu(kind, round) => device.gelu(Gelu { x, len, kind, round }),
-                Kind::SiluMulGrad => {
+                ElementwiseKind::Add(round) => device.add(Add { x, y, len, round }),
+                ElementwiseKind::PromptAdd(_) => Ok(()),
+                ElementwiseKind::SiluMul(round) => device.silu_mul(SiluMul { gate: x, up: y, len, round }),
+                ElementwiseKind::Gelu(kind, round) => device.gelu(Gelu { x, len, kind, round }),
+                ElementwiseKind::SiluMulGrad => {
                     device.silu_mul_grad(SiluMulGrad { gate: x, up: y, grad, len })
                 }
-                Kind::GeluGrad(kind) => device.gelu_grad(GeluGrad { x, grad, len, kind }),
+                ElementwiseKind::GeluGrad(kind) => device.gelu_grad(GeluGrad { x, grad, len, kind }),
             }
         })?;
         Ok(vec![bench.take(&x, len)?, bench.take(&y, len)?, bench.take(&grad, len)?])

@@ -6,11 +6,11 @@
 use std::sync::Arc;
 
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{Group, GroupMap, GroupShape};
+use shared::shm::group::{GroupOwner, GroupMap, GroupShape};
 
 use super::*;
 use crate::cuda::ops::exchange::{Exchange, Grid, launch};
-use crate::cuda::{Cuda, Gpu, Memory};
+use crate::cuda::{Cuda, Gpu, PooledMemory};
 use crate::sizes::exchange::{FLAG_BYTES, MAX_LANES};
 
 /// Ranks of a group, the one that is launched, and what it does.
@@ -79,7 +79,7 @@ impl Ghosts {
             exchange_values: 1 << 14,
             log_bytes: 64,
         };
-        let group = Group::create("sepal-case-exchange", &shape).expect("a group");
+        let group = GroupOwner::create("sepal-case-exchange", &shape).expect("a group");
         let (segment, bells) =
             (group.try_clone().expect("descriptors"), group.doorbells().expect("descriptors"));
         let map = GroupMap::open(segment, bells, &shape, Rank(self.rank as u16)).expect("a map");
@@ -100,7 +100,7 @@ impl Ghosts {
         &self,
         cuda: &mut Cuda<G>,
         map: Arc<GroupMap>,
-        memory: &mut Memory<G>,
+        memory: &mut PooledMemory<G>,
         shape: &GroupShape,
     ) -> Result<(), OpError> {
         cuda.join_over(map, memory)?;

@@ -80,7 +80,7 @@ pub(super) fn view(
 
 /// A matrix of a case, made when it is first used.
 #[derive(Clone, Debug)]
-pub(super) struct Matrix {
+pub(super) struct CaseMatrix {
     pub(super) quant: QuantType,
     pub(super) dtype: DType,
     pub(super) inputs: usize,
@@ -92,25 +92,25 @@ pub(super) struct Matrix {
     pub(super) part: Option<Slice>,
 }
 
-impl Matrix {
-    pub(super) fn new(quant: QuantType, dtype: DType, inputs: usize, outputs: usize) -> Matrix {
+impl CaseMatrix {
+    pub(super) fn new(quant: QuantType, dtype: DType, inputs: usize, outputs: usize) -> CaseMatrix {
         let (aligned, unaligned) = (OnceCell::new(), OnceCell::new());
-        Matrix { quant, dtype, inputs, outputs, aligned, unaligned, part: None }
+        CaseMatrix { quant, dtype, inputs, outputs, aligned, unaligned, part: None }
     }
 
     /// What it stands for, as a plain matrix of f32.
-    pub(super) fn decoded(&self) -> Matrix {
+    pub(super) fn decoded(&self) -> CaseMatrix {
         let mut values = vec![0.0; self.inputs * self.outputs];
         let view = self.view(self.bytes(false));
         for (index, row) in values.chunks_mut(self.inputs).enumerate() {
             view.row_to_f32(index, row);
         }
-        let decoded = Matrix::new(QuantType::None, DType::F32, self.inputs, self.outputs);
+        let decoded = CaseMatrix::new(QuantType::None, DType::F32, self.inputs, self.outputs);
         decoded.of_values(&values)
     }
 
     /// The matrix with these values, of a slice those of the whole matrix.
-    pub(super) fn of_values(self, values: &[f32]) -> Matrix {
+    pub(super) fn of_values(self, values: &[f32]) -> CaseMatrix {
         let (inputs, _) = self.stored_size();
         self.aligned.get_or_init(|| encode(self.quant, self.dtype, inputs, values));
         self

@@ -40,14 +40,14 @@ const CLUSTERS: [((usize, usize, usize), Class); 8] = [
 ];
 
 /// Matrices and rows of the cases of products and of their gradients.
-pub(super) fn matrices(class: Class) -> Vec<(Matrix, usize)> {
+pub(super) fn matrices(class: Class) -> Vec<(CaseMatrix, usize)> {
     let sizes = class.select(&SIZES).into_iter();
     let slices = slices(class);
     let of = |(inputs, outputs): (usize, usize)| {
         FORMATS.into_iter().flat_map(move |quant| {
             let dtypes = dtypes_of(class, inputs).into_iter();
             dtypes.map(move |dtype| {
-                (Matrix::new(quant, dtype, inputs, outputs), rows_of(class, inputs * outputs))
+                (CaseMatrix::new(quant, dtype, inputs, outputs), rows_of(class, inputs * outputs))
             })
         })
     };
@@ -75,16 +75,16 @@ fn rows_of(class: Class, weights: usize) -> usize {
 }
 
 /// The matrices that are measured.
-pub(super) fn measured(shapes: &Shapes) -> impl Iterator<Item = Matrix> + '_ {
+pub(super) fn measured(shapes: &Shapes) -> impl Iterator<Item = CaseMatrix> + '_ {
     shapes.formats.iter().flat_map(|&(quant, dtype)| {
         let of =
-            move |&(outputs, inputs): &(usize, usize)| Matrix::new(quant, dtype, inputs, outputs);
+            move |&(outputs, inputs): &(usize, usize)| CaseMatrix::new(quant, dtype, inputs, outputs);
         shapes.matrices.iter().map(of)
     })
 }
 
 pub(super) struct LinearCase {
-    weight: Matrix,
+    weight: CaseMatrix,
     rows: usize,
     has_bias: bool,
 }
@@ -95,7 +95,7 @@ impl LinearCase {
     fn gated<B: Subject>(
         &self,
         bench: &mut Bench<'_, B>,
-        up: &Matrix,
+        up: &CaseMatrix,
         rows: usize,
         is_joint: bool,
     ) -> Outcome {
@@ -128,7 +128,7 @@ impl Case for LinearCase {
     const HAS_ALTERNATIVES: bool = true;
 
     fn cases(class: Class) -> Vec<Self> {
-        let of = |(weight, rows): (Matrix, usize)| {
+        let of = |(weight, rows): (CaseMatrix, usize)| {
             let has_bias = weight.part.is_none();
             LinearCase { weight, rows, has_bias }
         };
@@ -137,7 +137,7 @@ impl Case for LinearCase {
         let clusters = CLUSTERS.into_iter().filter(|(_, at)| *at <= class);
         // The fewest inputs that clusters share by segments, and a strip that is not whole.
         cases.extend(FORMATS.map(|quant| LinearCase {
-            weight: Matrix::new(quant, DType::Bf16, 7 * 256 + 64, 20),
+            weight: CaseMatrix::new(quant, DType::Bf16, 7 * 256 + 64, 20),
             rows: 33,
             has_bias: true,
         }));
@@ -149,7 +149,7 @@ impl Case for LinearCase {
             ];
             for (dtype, (inputs, outputs), rows) in panels {
                 cases.extend(FORMATS.map(|quant| LinearCase {
-                    weight: Matrix::new(quant, dtype, inputs, outputs),
+                    weight: CaseMatrix::new(quant, dtype, inputs, outputs),
                     rows,
                     has_bias: true,
                 }));
@@ -158,7 +158,7 @@ impl Case for LinearCase {
         cases.extend(clusters.flat_map(|((tiles, blocks, rows), _)| {
             let (inputs, outputs) = (blocks * 64, tiles * 128 - 5);
             formats.iter().map(move |&quant| LinearCase {
-                weight: Matrix::new(quant, DType::Bf16, inputs, outputs),
+                weight: CaseMatrix::new(quant, DType::Bf16, inputs, outputs),
                 rows,
                 has_bias: false,
             })
@@ -167,7 +167,7 @@ impl Case for LinearCase {
     }
 
     fn measured(shapes: &Shapes) -> Vec<Self> {
-        let of = |weight: Matrix| {
+        let of = |weight: CaseMatrix| {
             let rows = shapes.rows.iter();
             rows.map(move |&rows| LinearCase { weight: weight.clone(), rows, has_bias: false })
         };
@@ -242,7 +242,7 @@ impl Case for LinearCase {
 
 /// Few bits of the sum; on a device also the rounding of each NF4 weight, which goes another way
 /// there.
-fn tolerance(weight: &Matrix, arithmetic: Arithmetic) -> f32 {
+fn tolerance(weight: &CaseMatrix, arithmetic: Arithmetic) -> f32 {
     let is_nf4 = weight.quant == QuantType::Nf4;
     match (arithmetic, weight.dtype) {
         (Arithmetic::TensorCores, DType::Bf16) if is_nf4 => 4e-3,
@@ -255,7 +255,7 @@ fn tolerance(weight: &Matrix, arithmetic: Arithmetic) -> f32 {
 
 /// Three products of one input, with the bits that each has alone.
 pub(super) struct ProductsCase {
-    weights: Vec<Matrix>,
+    weights: Vec<CaseMatrix>,
     rows: usize,
 }
 
@@ -305,13 +305,13 @@ impl Case for ProductsCase {
         let of = |quant: &QuantType| {
             let quant = *quant;
             let cases = outputs.iter().map(move |outputs| {
-                let of = |outputs| Matrix::new(quant, DType::Bf16, INPUTS, outputs);
+                let of = |outputs| CaseMatrix::new(quant, DType::Bf16, INPUTS, outputs);
                 ProductsCase { weights: outputs.map(of).to_vec(), rows: 40 }
             });
             // As of a rank: its heads, and a key/value head that every rank has.
             let part = Slice::new((2 * INPUTS, 70), &[3..40, 50..63], INPUTS..2 * INPUTS);
-            let heads = Matrix::slice(quant, DType::Bf16, part);
-            let whole = Matrix::new(quant, DType::Bf16, INPUTS, 9);
+            let heads = CaseMatrix::slice(quant, DType::Bf16, part);
+            let whole = CaseMatrix::new(quant, DType::Bf16, INPUTS, 9);
             let slices = ProductsCase { weights: vec![heads, whole], rows: 40 };
             cases.chain((quant != QuantType::None).then_some(slices))
         };
@@ -323,7 +323,7 @@ impl Case for ProductsCase {
     }
 
     fn shape(&self) -> String {
-        let names: Vec<String> = self.weights.iter().map(Matrix::name).collect();
+        let names: Vec<String> = self.weights.iter().map(CaseMatrix::name).collect();
         format!("{} rows {}", names.join(", "), self.rows)
     }
 

@@ -4,7 +4,7 @@ use super::linear::{matrices, measured};
 use super::*;
 
 pub(super) struct LinearGradCase {
-    weight: Matrix,
+    weight: CaseMatrix,
     rows: usize,
 }
 
@@ -38,14 +38,14 @@ impl Case for LinearGradCase {
         if class.takes(Class::Full) {
             // More rows than a group of AMX tiles on a CPU.
             let rows = crate::tuning::TILED_GRADIENT_ROWS + 20;
-            let groups = FORMATS.map(|quant| of((Matrix::new(quant, DType::Bf16, 192, 40), rows)));
+            let groups = FORMATS.map(|quant| of((CaseMatrix::new(quant, DType::Bf16, 192, 40), rows)));
             cases.extend(groups);
         }
         cases
     }
 
     fn measured(shapes: &Shapes) -> Vec<Self> {
-        let of = |weight: Matrix| {
+        let of = |weight: CaseMatrix| {
             let rows = shapes.gradient_rows.iter();
             rows.map(move |&rows| LinearGradCase { weight: weight.clone(), rows })
         };

@@ -177,7 +177,7 @@ impl Case for AdaptCase {
                     middle,
                     out,
                     round,
-                    inputs: Inputs::Whole,
+                    inputs: RankInputs::Whole,
                 }),
             }
         })?;

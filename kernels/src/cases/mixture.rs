@@ -24,7 +24,7 @@ impl Sizes {
 }
 
 /// Gate, up and down of two experts, and the two factors of each adapter of each of the three.
-type Stored = ([[Matrix; 2]; 3], [[[Vec<u8>; 2]; 3]; 3]);
+type Stored = ([[CaseMatrix; 2]; 3], [[[Vec<u8>; 2]; 3]; 3]);
 
 /// Of the experts of a rank: the first of its columns, and the columns of all ranks.
 type Share = (usize, usize);
@@ -77,7 +77,7 @@ struct Loaded<'w, B: Subject> {
 }
 
 /// What both operations take, on a device.
-struct Operands<'a, B: Subject> {
+struct MixtureOperands<'a, B: Subject> {
     of_tokens: &'a [Option<u32>],
     x: B::Buffer,
     grad: B::Buffer,
@@ -131,17 +131,17 @@ impl MixtureCase {
     }
 
     /// Matrix `which` of an expert.
-    fn expert(&self, which: usize, seed: u64) -> Matrix {
+    fn expert(&self, which: usize, seed: u64) -> CaseMatrix {
         let (quant, dtype, (inputs, outputs)) = (self.quant, self.dtype, self.sides()[which]);
         let matrix = match (self.share, which) {
-            (None, _) => Matrix::new(quant, dtype, inputs, outputs),
+            (None, _) => CaseMatrix::new(quant, dtype, inputs, outputs),
             (Some((first, all)), 2) => {
                 let (rows, columns) = (0..outputs, first..first + inputs);
-                Matrix::slice(quant, dtype, Slice::new((all, outputs), &[rows], columns))
+                CaseMatrix::slice(quant, dtype, Slice::new((all, outputs), &[rows], columns))
             }
             (Some((first, all)), _) => {
                 let rows = first..first + outputs;
-                Matrix::slice(quant, dtype, Slice::new((inputs, all), &[rows], 0..inputs))
+                CaseMatrix::slice(quant, dtype, Slice::new((inputs, all), &[rows], 0..inputs))
             }
         };
         let (inputs, outputs) = matrix.stored_size();
@@ -250,9 +250,9 @@ impl MixtureCase {
         &self,
         device: &mut B,
         loaded: &Loaded<'_, B>,
-        operands: &mut Operands<'_, B>,
+        operands: &mut MixtureOperands<'_, B>,
     ) -> Result<(), OpError> {
-        let Operands { of_tokens, x, grad, logits, out, workspace } = operands;
+        let MixtureOperands { of_tokens, x, grad, logits, out, workspace } = operands;
         let [gate, up, middle, first, second, weights, shares, lists, between] = &mut workspace[..]
         else {
             unreachable!("as many as their lengths")
@@ -403,7 +403,7 @@ impl Case for MixtureCase {
         let loaded = self.load(bench)?;
         let (of_tokens, host_logits) = (self.of_tokens(&rows), self.logits(&rows));
         let lens = self.workspace_lens(rows.len());
-        let mut operands = Operands::<B> {
+        let mut operands = MixtureOperands::<B> {
             of_tokens: &of_tokens,
             x: bench.input(&rows_of(5, self.tokens, self.hidden, &rows))?,
             grad: bench.input(&rows_of(6, self.tokens, self.hidden, &rows))?,

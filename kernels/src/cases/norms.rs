@@ -25,7 +25,7 @@ const SHAPES: [((usize, usize), Class); 16] = [
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
+enum NormKind {
     Norm,
     /// The norm of a sum: the bits of an addition and a norm, one after the other.
     AddNorm,
@@ -36,7 +36,7 @@ enum Kind {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormCase {
-    kind: Kind,
+    kind: NormKind,
     /// Whether it is a layer norm.
     centered: bool,
     round: DType,
@@ -50,16 +50,16 @@ impl Case for NormCase {
         for (rows, width) in class.select(&SHAPES) {
             for centered in [false, true] {
                 let of = |kind, round| NormCase { kind, centered, round, rows, width };
-                all.push(of(Kind::Grad, DType::F32));
-                all.extend(DTYPES.map(|round| of(Kind::Norm, round)));
-                all.extend(DTYPES.map(|round| of(Kind::AddNorm, round)));
+                all.push(of(NormKind::Grad, DType::F32));
+                all.extend(DTYPES.map(|round| of(NormKind::Norm, round)));
+                all.extend(DTYPES.map(|round| of(NormKind::AddNorm, round)));
             }
         }
         all
     }
 
     fn measured(shapes: &Shapes) -> Vec<Self> {
-        let kinds = [(Kind::Norm, false), (Kind::Norm, true), (Kind::Grad, false)];
+        let kinds = [(NormKind::Norm, false), (NormKind::Norm, true), (NormKind::Grad, false)];
         let of = |&rows: &usize| {
             let (round, width) = (DType::Bf16, shapes.hidden);
             kinds.map(|(kind, centered)| NormCase { kind, centered, round, rows, width })
@@ -69,17 +69,17 @@ impl Case for NormCase {
 
     fn operation(&self) -> &'static str {
         match self.kind {
-            Kind::Norm if self.centered => "layernorm",
-            Kind::Norm => "rmsnorm",
-            Kind::AddNorm | Kind::AddThenNorm => "add_norm",
-            Kind::Grad => "norm_grad",
+            NormKind::Norm if self.centered => "layernorm",
+            NormKind::Norm => "rmsnorm",
+            NormKind::AddNorm | NormKind::AddThenNorm => "add_norm",
+            NormKind::Grad => "norm_grad",
         }
     }
 
     fn shape(&self) -> String {
         let kind = if self.centered { "layer" } else { "rms" };
         match self.kind {
-            Kind::Norm => format!("{} {}x{}", self.round, self.rows, self.width),
+            NormKind::Norm => format!("{} {}x{}", self.round, self.rows, self.width),
             _ => format!("{kind} {} {}x{}", self.round, self.rows, self.width),
         }
     }
@@ -91,8 +91,8 @@ impl Case for NormCase {
     /// A sum in another order moves a value to the next of its dtype.
     fn tolerance(&self, arithmetic: Arithmetic) -> f32 {
         match (self.kind, self.round) {
-            (Kind::Grad, _) if arithmetic == Arithmetic::TensorCores => 2e-5,
-            (Kind::Grad, _) => 1e-5,
+            (NormKind::Grad, _) if arithmetic == Arithmetic::TensorCores => 2e-5,
+            (NormKind::Grad, _) => 1e-5,
             (_, DType::F16) => 1e-3,
             (_, DType::Bf16) => 8e-3,
             (_, DType::F32) if self.centered => 2e-5,
@@ -101,7 +101,7 @@ impl Case for NormCase {
     }
 
     fn work(&self) -> Work {
-        let values = if self.kind == Kind::Norm { 2 } else { 3 };
+        let values = if self.kind == NormKind::Norm { 2 } else { 3 };
         Work::bytes(4 * values * self.rows * self.width)
     }
 
@@ -109,7 +109,7 @@ impl Case for NormCase {
         let NormCase { kind, centered, round, width, .. } = *self;
         let values = |seed| rows_of(seed, self.rows, width, &rows);
         // Far from zero, so that the mean matters.
-        let offset = if centered && kind == Kind::Norm { 3.0 } else { 0.0 };
+        let offset = if centered && kind == NormKind::Norm { 3.0 } else { 0.0 };
         let x: Vec<f32> = values(1).iter().map(|v| offset + v).collect();
         let mut x = bench.in_place(&x)?;
         let (y, mut grad) = (bench.input(&values(2))?, bench.in_place(&values(3))?);
@@ -119,18 +119,18 @@ impl Case for NormCase {
         bench.launch(|device, _| {
             let (weight, bias, out) = (&*weight, &*bias, &mut *out);
             match kind {
-                Kind::Grad => {
+                NormKind::Grad => {
                     let (x, grad) = (&*x, &mut *grad);
                     let args = NormGrad { x, weight, grad, rows, width, eps, centered };
                     return device.norm_grad(args);
                 }
-                Kind::AddNorm => {
+                NormKind::AddNorm => {
                     let (x, y, bias) = (&mut *x, &*y, centered.then_some(bias));
                     let args = AddNorm { x, y, weight, bias, out, rows, width, eps, round };
                     return device.add_norm(args);
                 }
-                Kind::AddThenNorm => device.add(Add { x: &mut *x, y: &*y, len, round })?,
-                Kind::Norm => (),
+                NormKind::AddThenNorm => device.add(Add { x: &mut *x, y: &*y, len, round })?,
+                NormKind::Norm => (),
             }
             let x = &*x;
             if centered {
@@ -140,15 +140,15 @@ impl Case for NormCase {
             device.rmsnorm(Rmsnorm { x, weight, out, rows, width, eps, round })
         })?;
         match kind {
-            Kind::Grad => Ok(vec![bench.take(&grad, len)?]),
+            NormKind::Grad => Ok(vec![bench.take(&grad, len)?]),
             _ => Ok(vec![bench.take(&x, len)?, bench.take(&out, len)?]),
         }
     }
 
     fn check<B: Subject>(&self, bench: &mut Bench<'_, B>, expected: &[Vec<f32>]) -> Outcome {
         let all = check_rows(self, bench, expected, |bench, rows| self.run(bench, rows))?;
-        if self.kind == Kind::AddNorm {
-            let separate = NormCase { kind: Kind::AddThenNorm, ..*self };
+        if self.kind == NormKind::AddNorm {
+            let separate = NormCase { kind: NormKind::AddThenNorm, ..*self };
             let separate = separate.run(bench, 0..self.rows)?;
             bench.all_same(&all, &separate)?;
         }

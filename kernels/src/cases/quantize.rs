@@ -12,13 +12,13 @@ const SIZES: [((usize, usize), Class); 5] = [
 ];
 
 pub(super) struct QuantizeCase {
-    from: Matrix,
+    from: CaseMatrix,
     quant: QuantType,
 }
 
 impl QuantizeCase {
     fn all(dtype: DType, inputs: usize, outputs: usize) -> [QuantizeCase; 2] {
-        let from = Matrix::new(QuantType::None, dtype, inputs, outputs);
+        let from = CaseMatrix::new(QuantType::None, dtype, inputs, outputs);
         [QuantType::Int8, QuantType::Nf4].map(|quant| QuantizeCase { from: from.clone(), quant })
     }
 
@@ -44,7 +44,7 @@ impl Case for QuantizeCase {
     }
 
     fn shape(&self) -> String {
-        let Matrix { dtype, inputs, outputs, .. } = &self.from;
+        let CaseMatrix { dtype, inputs, outputs, .. } = &self.from;
         format!("{} of {dtype} {outputs}x{inputs}", self.quant)
     }
 

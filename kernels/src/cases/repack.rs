@@ -3,7 +3,7 @@
 use super::*;
 use crate::cuda::ops::repack::upload;
 use crate::cuda::{Cuda, Gpu};
-use crate::quant::nf4::{GROUP, Parts};
+use crate::quant::nf4::{GROUP, Nf4Parts};
 use crate::tuning;
 
 /// (outputs, blocks of 64 inputs, shift of the second scales): one; whole strips and chunks; off
@@ -51,7 +51,7 @@ fn compare<G: Gpu>(
     };
     let (codes, absmax) = (bytes(1, groups * GROUP / 2), bytes(2, groups));
     let seconds = bytes(3, groups.div_ceil(1 << shift) * 4);
-    let parts = Parts::grouped(blocks * GROUP, shift, [&codes, &absmax, &seconds], 0.5);
+    let parts = Nf4Parts::grouped(blocks * GROUP, shift, [&codes, &absmax, &seconds], 0.5);
     let parts = parts.expect("made for this shape");
     let mut expected = tiles(&codes, &absmax, outputs, blocks);
     expected.extend(&seconds);

@@ -66,22 +66,22 @@ impl Slice {
     }
 }
 
-impl Matrix {
+impl CaseMatrix {
     /// A slice of a matrix.
-    pub(super) fn slice(quant: QuantType, dtype: DType, part: Slice) -> Matrix {
+    pub(super) fn slice(quant: QuantType, dtype: DType, part: Slice) -> CaseMatrix {
         let (inputs, outputs) = part.size();
-        let mut matrix = Matrix::new(quant, dtype, inputs, outputs);
+        let mut matrix = CaseMatrix::new(quant, dtype, inputs, outputs);
         matrix.part = Some(part);
         matrix
     }
 
     /// A matrix of the same kind and shape, with other values.
-    pub(super) fn other(&self) -> Matrix {
+    pub(super) fn other(&self) -> CaseMatrix {
         let other = match &self.part {
-            None => Matrix::new(self.quant, self.dtype, self.inputs, self.outputs),
+            None => CaseMatrix::new(self.quant, self.dtype, self.inputs, self.outputs),
             Some(Slice { whole, rows, columns, .. }) => {
                 let part = Slice::new(*whole, rows, columns.clone());
-                Matrix::slice(self.quant, self.dtype, part)
+                CaseMatrix::slice(self.quant, self.dtype, part)
             }
         };
         let (inputs, outputs) = self.stored_size();
@@ -108,10 +108,10 @@ impl Matrix {
     }
 
     /// The whole matrix whose slice this is, if the same code takes it.
-    pub(super) fn whole(&self) -> Option<Matrix> {
+    pub(super) fn whole(&self) -> Option<CaseMatrix> {
         let (inputs, outputs) = self.part.as_ref()?.whole;
-        let whole = Matrix::new(self.quant, self.dtype, inputs, outputs);
-        let kind = |of: &Matrix| (of.is_tiled(), of.cuts_groups());
+        let whole = CaseMatrix::new(self.quant, self.dtype, inputs, outputs);
+        let kind = |of: &CaseMatrix| (of.is_tiled(), of.cuts_groups());
         (kind(&whole) == kind(self)).then_some(whole)
     }
 
@@ -133,7 +133,7 @@ impl Matrix {
 }
 
 /// Slices and rows of the cases of products and of their gradients.
-pub(super) fn slices(class: Class) -> Vec<(Matrix, usize)> {
+pub(super) fn slices(class: Class) -> Vec<(CaseMatrix, usize)> {
     let smallest = class == Class::Smallest;
     let quants = if smallest { &FORMATS[2..] } else { &FORMATS[1..] };
     let dtypes = if smallest { &DTYPES[1..2] } else { &DTYPES[..] };
@@ -141,7 +141,7 @@ pub(super) fn slices(class: Class) -> Vec<(Matrix, usize)> {
         let part = Slice::new(*whole, rows, columns.clone());
         let kinds =
             quants.iter().flat_map(|quant| dtypes.iter().map(move |dtype| (*quant, *dtype)));
-        let slices = kinds.map(|(quant, dtype)| (Matrix::slice(quant, dtype, part.clone()), 35));
+        let slices = kinds.map(|(quant, dtype)| (CaseMatrix::slice(quant, dtype, part.clone()), 35));
         slices.collect::<Vec<_>>()
     };
     CUTS.iter().filter(|(_, at)| *at <= class).flat_map(|(cut, _)| of(cut)).collect()

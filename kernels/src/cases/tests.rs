@@ -130,8 +130,8 @@ fn emulator(seed: u64) -> crate::cuda::Cuda<crate::cuda::emu::Emu> {
 
 /// Device cuda:0, in the sizes that are served. A machine without one fails.
 #[cfg(feature = "cuda")]
-fn check_on_device(operation: &Operation<crate::cuda::Cuda<crate::cuda::driver::Driver>>) {
-    let driver = crate::cuda::driver::Driver::open(0).expect("device cuda:0");
+fn check_on_device(operation: &Operation<crate::cuda::Cuda<crate::cuda::driver::CudaDriver>>) {
+    let driver = crate::cuda::driver::CudaDriver::open(0).expect("device cuda:0");
     let mut cuda = crate::cuda::Cuda::new(driver);
     cuda.choose_products().expect("a sample of products");
     check(operation, std::slice::from_mut(&mut cuda), Class::Served);

@@ -1,20 +1,20 @@
 //! The other ranks of a group whose processors share blocks, as operations see them.
 
-use shared::shm::group::Member;
+use shared::shm::group::GroupMember;
 
 use crate::ops::{OpError, check_len};
 
 /// Exchanges with the other ranks, if there are any.
 #[derive(Debug, Default)]
-pub(super) struct Group {
-    member: Option<Member>,
+pub(super) struct CpuGroup {
+    member: Option<GroupMember>,
     /// Several parts that cross at once, one behind the other.
     together: Vec<f32>,
 }
 
-impl Group {
+impl CpuGroup {
     /// Exchanges as `member` from now on.
-    pub(super) fn join(&mut self, member: Member) {
+    pub(super) fn join(&mut self, member: GroupMember) {
         self.member = Some(member);
     }
 

@@ -2,23 +2,23 @@
 //! products, and one pass that adds them to the rows. A row has the same bits in any part, as it
 //! has in any product.
 
-use super::group::Group;
-use super::pool::Pool;
+use super::group::CpuGroup;
+use super::pool::ThreadPool;
 use super::simd::{self, Isa, Scratch};
 use crate::ops::convert::with_rounding;
-use crate::ops::{Inputs, Linear, LinearGrad, Lora, LoraGrad, OpError};
+use crate::ops::{RankInputs, Linear, LinearGrad, Lora, LoraGrad, OpError};
 use crate::tensor::WeightView;
 use crate::tuning;
 
 pub(super) fn lora(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     delta: &mut Vec<f32>,
-    group: &mut Group,
+    group: &mut CpuGroup,
     args: Lora<'_, [f32], WeightView<'_>>,
 ) -> Result<(), OpError> {
-    let mut product = |pool: &mut Pool, x: &[f32], weight, out: &mut [f32], rows| {
+    let mut product = |pool: &mut ThreadPool, x: &[f32], weight, out: &mut [f32], rows| {
         simd::linear(isa, pool, scratch, Linear { x, weight, bias: None, out, rows });
     };
     // Behind one another, so that all of them cross at once.
@@ -30,7 +30,7 @@ pub(super) fn lora(
         end += part.rows * rank;
         product(pool, x, part.a, &mut args.middle[start..end], part.rows);
     }
-    if args.inputs == Inputs::Cut && end > 0 {
+    if args.inputs == RankInputs::Cut && end > 0 {
         group.all_reduce(&mut [&mut *args.middle], end)?;
     }
     let mut start = 0;
@@ -56,7 +56,7 @@ pub(super) fn lora(
 
 pub(super) fn lora_grad(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     delta: &mut Vec<f32>,
     args: LoraGrad<'_, [f32], WeightView<'_>>,
@@ -86,7 +86,7 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
     }
 }
 
-fn add(pool: &mut Pool, out: &mut [f32], delta: &[f32], sum: impl Fn(&mut [f32], &[f32]) + Sync) {
+fn add(pool: &mut ThreadPool, out: &mut [f32], delta: &[f32], sum: impl Fn(&mut [f32], &[f32]) + Sync) {
     let piece = tuning::elementwise_piece(out.len(), pool.threads());
     pool.chunks(out, piece, |index, out| {
         let start = index * piece;

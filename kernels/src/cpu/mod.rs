@@ -19,22 +19,22 @@ use crate::ops::{
     SiluMul, SiluMulGrad, SplitQkv, add, check_len, qkv, rope, route,
 };
 use crate::tensor::WeightView;
-use group::Group;
-use pool::Pool;
-use shared::shm::group::Member;
+use group::CpuGroup;
+use pool::ThreadPool;
+use shared::shm::group::GroupMember;
 pub use simd::Isa;
 
 /// The CPU backend: threads and scratch memory. One caller at a time.
 #[derive(Debug)]
 pub struct Cpu {
     isa: Isa,
-    pool: Pool,
+    pool: ThreadPool,
     scratch: simd::Scratch,
     /// What adapters add to a part of the rows.
     delta: Vec<f32>,
     /// Rows of the tokens that go to an expert.
     gathered: Vec<f32>,
-    group: Group,
+    group: CpuGroup,
 }
 
 impl Cpu {
@@ -47,7 +47,7 @@ impl Cpu {
 
     /// [`new`](Self::new); each helping thread calls `start` with its number, from 1, before it computes.
     pub fn started(threads: usize, start: impl Fn(usize) + Clone + Send + 'static) -> Cpu {
-        Cpu { pool: Pool::started(threads, start), ..Cpu::new(1) }
+        Cpu { pool: ThreadPool::started(threads, start), ..Cpu::new(1) }
     }
 
     /// A backend with a chosen instruction set, if this machine can compute with it; else the best that it
@@ -56,18 +56,18 @@ impl Cpu {
         let isa = if Isa::computable().contains(&isa) { isa } else { Isa::detect() };
         Cpu {
             isa,
-            pool: Pool::new(threads),
+            pool: ThreadPool::new(threads),
             scratch: simd::Scratch::default(),
             delta: Vec::new(),
             gathered: Vec::new(),
-            group: Group::default(),
+            group: CpuGroup::default(),
         }
     }
 
     /// Computes as a rank of a group from now on: it has its shards of all weights, and what the
     /// ranks share crosses through `member`. All ranks call the same operations with the same
     /// sizes in the same order.
-    pub fn join(&mut self, member: Member) {
+    pub fn join(&mut self, member: GroupMember) {
         self.group.join(member);
     }
 

@@ -35,16 +35,16 @@ type Piece<'a> = &'a (dyn Fn(usize) + Sync);
 
 /// What the threads of a run need to know.
 #[derive(Clone, Copy)]
-struct Job {
+struct PoolJob {
     piece: Piece<'static>,
     pieces: usize,
 }
 
-struct Shared {
+struct PoolState {
     gate: AtomicU64,
     next: AtomicUsize,
     quit: AtomicBool,
-    job: UnsafeCell<Option<Job>>,
+    job: UnsafeCell<Option<PoolJob>>,
     /// One flag per thread: true from before it parks until somebody wakes it.
     parked: Vec<AtomicBool>,
 }
@@ -52,27 +52,27 @@ struct Shared {
 // SAFETY: `job` is written only while the gate is closed and nobody is inside, by the one caller
 // (`run` takes `&mut self`), and read only by threads that entered through the open gate; gate
 // transitions order the two.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for PoolState {}
 // SAFETY: `Job` holds a shared reference to a `Sync` closure, which may be used from any thread.
-unsafe impl Send for Shared {}
+unsafe impl Send for PoolState {}
 
 /// The pool; dropped, it ends its threads.
-pub struct Pool {
-    shared: Arc<Shared>,
+pub struct ThreadPool {
+    shared: Arc<PoolState>,
     threads: Vec<(Thread, JoinHandle<()>)>,
 }
 
-impl Pool {
+impl ThreadPool {
     /// A pool in which `threads` threads work, the caller included; at least 1 and at most 256.
-    pub fn new(threads: usize) -> Pool {
-        Pool::started(threads, |_| ())
+    pub fn new(threads: usize) -> ThreadPool {
+        ThreadPool::started(threads, |_| ())
     }
 
     /// [`new`](Self::new); each thread calls `start` with its number before it works. The caller is number
     /// 0, and calls nothing.
-    pub fn started(threads: usize, start: impl Fn(usize) + Clone + Send + 'static) -> Pool {
+    pub fn started(threads: usize, start: impl Fn(usize) + Clone + Send + 'static) -> ThreadPool {
         let helpers = threads.clamp(1, MAX_THREADS) - 1;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolState {
             gate: AtomicU64::new(0),
             next: AtomicUsize::new(0),
             quit: AtomicBool::new(false),
@@ -93,7 +93,7 @@ impl Pool {
                 Some((handle.thread().clone(), handle))
             })
             .collect();
-        Pool { shared, threads }
+        ThreadPool { shared, threads }
     }
 
     /// Threads that work in a run, the caller included.
@@ -117,7 +117,7 @@ impl Pool {
         // SAFETY: only the lifetime changes. `Closing` keeps this frame, and so `piece`, alive
         // until no thread is inside.
         let piece = unsafe { std::mem::transmute::<Piece<'_>, Piece<'static>>(borrowed) };
-        let job = Job { piece, pieces };
+        let job = PoolJob { piece, pieces };
         // SAFETY: the gate is closed and nobody is inside (the previous run waited for that), so no
         // one else reads.
         unsafe { *self.shared.job.get() = Some(job) };
@@ -158,7 +158,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.quit.store(true, Ordering::SeqCst);
         for (thread, handle) in self.threads.drain(..) {
@@ -169,14 +169,14 @@ impl Drop for Pool {
     }
 }
 
-impl std::fmt::Debug for Pool {
+impl std::fmt::Debug for ThreadPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pool").field("threads", &self.threads()).finish()
     }
 }
 
 /// Ends a run: closes the gate and waits for those inside, also when the caller's own piece panics.
-struct Closing<'a>(&'a Shared);
+struct Closing<'a>(&'a PoolState);
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
@@ -190,7 +190,7 @@ impl Drop for Closing<'_> {
     }
 }
 
-impl Shared {
+impl PoolState {
     /// Life of a helping thread.
     fn help(&self, index: usize) {
         let mut done = 0;
@@ -251,7 +251,7 @@ impl Shared {
     }
 
     /// Claims and computes pieces until none is left.
-    fn work(&self, job: Job) {
+    fn work(&self, job: PoolJob) {
         loop {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= job.pieces {
@@ -264,7 +264,7 @@ impl Shared {
 
 /// Counts a thread out of the gate. A panic in a piece would leave a hole in a result: nobody may
 /// use it.
-struct Leaving<'a>(&'a Shared);
+struct Leaving<'a>(&'a PoolState);
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
@@ -341,7 +341,7 @@ mod tests {
     #[test]
     fn every_piece_runs_exactly_once_for_any_number_of_threads() {
         for threads in [1, 2, 3, 8] {
-            let mut pool = Pool::new(threads);
+            let mut pool = ThreadPool::new(threads);
             for round in 0..2000usize {
                 let pieces = round % 37;
                 let counts: Vec<AtomicUsize> = (0..pieces).map(|_| AtomicUsize::new(0)).collect();
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn work_that_wakes_nobody_is_done_by_whoever_is_awake() {
-        let mut pool = Pool::new(3);
+        let mut pool = ThreadPool::new(3);
         for round in 0..2000usize {
             let counts: Vec<AtomicUsize> = (0..5).map(|_| AtomicUsize::new(0)).collect();
             if round.is_multiple_of(500) {
@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn a_parked_pool_wakes_up_and_results_are_visible() {
-        let mut pool = Pool::new(4);
+        let mut pool = ThreadPool::new(4);
         for round in 0..20u64 {
             thread::park_timeout(4 * SPIN);
             let mut out = vec![0u64; 1000];
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_the_caller_leaves_the_pool_usable() {
-        let mut pool = Pool::new(2);
+        let mut pool = ThreadPool::new(2);
         let caller = thread::current().id();
         let panics = AtomicBool::new(false);
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

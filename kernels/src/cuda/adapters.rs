@@ -4,9 +4,9 @@
 use shared::config::QuantType;
 use shared::dtype::DType;
 
-use super::matrix::Parts;
+use super::matrix::MatrixParts;
 use super::step::NO_ADAPTER;
-use super::{Address, Cuda, Gpu, Matrix, Memory};
+use super::{Address, Cuda, Gpu, Matrix, PooledMemory};
 use crate::ops::lora::{Adapter, AdapterSizes, sizes_of};
 use crate::ops::{MatrixShape, OpError};
 
@@ -20,7 +20,7 @@ pub struct Adapters<G: Gpu> {
     all: Vec<Option<Adapter<Matrix<G>>>>,
     sizes: AdapterSizes,
     /// `struct Adapter [adapters]` of `lora.cu`.
-    table: Memory<G>,
+    table: PooledMemory<G>,
 }
 
 impl<G: Gpu> Adapters<G> {
@@ -34,7 +34,7 @@ impl<G: Gpu> Adapters<G> {
     }
 
     /// Where they are listed.
-    pub(super) fn table(&self) -> &Memory<G> {
+    pub(super) fn table(&self) -> &PooledMemory<G> {
         &self.table
     }
 }
@@ -105,7 +105,7 @@ impl<G: Gpu> Cuda<G> {
 /// The words of `struct Adapter` in `lora.cu`.
 fn entry_of<G: Gpu>(adapter: &Adapter<Matrix<G>>) -> Result<[u8; 32], OpError> {
     let plain = |matrix: &Matrix<G>| match (matrix.quant(), matrix.parts()) {
-        (QuantType::None, Parts::Plain { values }) => Ok(values.0),
+        (QuantType::None, MatrixParts::Plain { values }) => Ok(values.0),
         _ => {
             Err(OpError::Shape { op: "adapters", what: "the matrices of an adapter are quantized" })
         }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use shared::config::QuantType;
 use shared::dtype::DType;
 use shared::warpgroups::{
-    SampleLine, Verdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
+    SampleLine, SampleVerdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
 };
 
 use super::ops::linear;
@@ -76,8 +76,8 @@ impl<G: Gpu> Cuda<G> {
                 }
             }?;
             let verdict = match are_same(&warps, &warpgroups) {
-                true => Verdict::SameBits,
-                false => Verdict::OtherBits,
+                true => SampleVerdict::SameBits,
+                false => SampleVerdict::OtherBits,
             };
             tell(SampleLine::Found(kernel, verdict));
         }
@@ -247,7 +247,7 @@ mod emulated {
     use crate::cuda::emu::Emu;
 
     /// The same verdict about every kernel.
-    fn all(verdict: &Verdict) -> Warpgroups {
+    fn all(verdict: &SampleVerdict) -> Warpgroups {
         let each = |kernel| (kernel, verdict.clone());
         Warpgroups::Sampled(WarpgroupKernel::ALL.into_iter().map(each).collect())
     }
@@ -256,7 +256,7 @@ mod emulated {
     fn warpgroups_are_used_where_a_sample_is_the_same() {
         let mut cuda = Cuda::new(Emu::new(2));
         let before = cuda.taken();
-        assert_eq!(cuda.choose_products().unwrap(), all(&Verdict::SameBits));
+        assert_eq!(cuda.choose_products().unwrap(), all(&SampleVerdict::SameBits));
         assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::ALL);
         assert_eq!(cuda.taken(), before, "the sample leaves no memory behind");
     }
@@ -275,7 +275,7 @@ mod emulated {
             let one = [kernel].into_iter().collect();
             same.sample_warpgroups(one, &mut note).unwrap();
             other.sample_warpgroups(one, &mut note).unwrap();
-            let expected = [(kernel, Verdict::SameBits), (kernel, Verdict::OtherBits)];
+            let expected = [(kernel, SampleVerdict::SameBits), (kernel, SampleVerdict::OtherBits)];
             assert_eq!(verdicts, expected);
             if let WarpgroupKernel::Attention(head_dim, dtype) = kernel {
                 let case = attention::case(head_dim.into(), dtype);
@@ -302,7 +302,7 @@ mod emulated {
     #[test]
     fn warps_are_used_where_a_sample_differs_or_there_are_no_warpgroups() {
         let mut cuda = Cuda::new(Emu::new(2).with_other_rounding());
-        assert_eq!(cuda.choose_products().unwrap(), all(&Verdict::OtherBits));
+        assert_eq!(cuda.choose_products().unwrap(), all(&SampleVerdict::OtherBits));
         assert_eq!(cuda.used_warpgroups(), WarpgroupKernels::NONE);
         let mut cuda = Cuda::new(Emu::new(2).with_architecture(80));
         assert_eq!(cuda.choose_products().unwrap(), Warpgroups::Missing);
@@ -312,8 +312,8 @@ mod emulated {
     #[test]
     fn what_was_found_is_followed_kernel_by_kernel() {
         let [plain, f16, int8, ..] = WarpgroupKernel::ALL;
-        let failed = Verdict::Failed("it faults".to_owned());
-        let some = [(plain, Verdict::SameBits), (f16, Verdict::OtherBits), (int8, failed)];
+        let failed = SampleVerdict::Failed("it faults".to_owned());
+        let some = [(plain, SampleVerdict::SameBits), (f16, SampleVerdict::OtherBits), (int8, failed)];
         let found = Warpgroups::Sampled(some.into_iter().collect());
         let mut cuda = Cuda::new(Emu::new(2));
         cuda.follow(&found);
@@ -326,7 +326,7 @@ mod emulated {
         cuda.follow(&Warpgroups::Unknown("no sample was taken".to_owned()));
         assert_eq!(cuda.harmless_warpgroups(), WarpgroupKernels::NONE);
         let mut old = Cuda::new(Emu::new(2).with_architecture(80));
-        old.follow(&all(&Verdict::SameBits));
+        old.follow(&all(&SampleVerdict::SameBits));
         assert_eq!(old.used_warpgroups(), WarpgroupKernels::NONE);
     }
 

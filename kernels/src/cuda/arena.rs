@@ -10,7 +10,7 @@ use shared::shm::segment::OutOfBounds;
 
 use super::address::{Address, Floats};
 use super::gpu::{Gpu, GpuError};
-use super::memory::Memory;
+use super::memory::PooledMemory;
 use super::ops::convert;
 use super::registered::HostMemory;
 use super::{Cuda, OpError, check_len};
@@ -161,7 +161,7 @@ impl<G: Gpu> Cuda<G> {
         from: &Floats,
         len: usize,
         dtype: DType,
-        to: &mut Memory<G>,
+        to: &mut PooledMemory<G>,
         at: usize,
     ) -> Result<(), OpError> {
         let bytes = len * dtype.size_bytes();
@@ -181,7 +181,7 @@ impl<G: Gpu> Cuda<G> {
     /// When one of them is shorter, or the device fails.
     pub fn widen_out_of(
         &mut self,
-        from: &Memory<G>,
+        from: &PooledMemory<G>,
         at: usize,
         len: usize,
         dtype: DType,

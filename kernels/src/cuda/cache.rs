@@ -16,7 +16,7 @@ use shared::ids::PageId;
 use shared::shm::kv::KvMap;
 
 use super::gpu::{Gpu, GpuError};
-use super::memory::Memory;
+use super::memory::PooledMemory;
 use super::{Cuda, Pages};
 use crate::kv::{PAGE_TOKENS, PageLayout, StepRow, check_rows};
 use crate::ops::OpError;
@@ -31,7 +31,7 @@ pub struct Cache<G: Gpu> {
     blocks: usize,
     pages: usize,
     /// `[blocks, pages]` pages.
-    memory: Memory<G>,
+    memory: PooledMemory<G>,
     mirror: Option<Mirror<G>>,
     /// Which pages the device holds, `[blocks, pages]`.
     ready: Vec<bool>,

@@ -3,7 +3,7 @@
 
 use shared::config::QuantType;
 
-use super::{Cuda, Gpu, Matrix, Memory};
+use super::{Cuda, Gpu, Matrix, PooledMemory};
 use crate::ops::OpError;
 use crate::ops::experts::{Expert, ExpertSizes, sizes_of};
 
@@ -16,7 +16,7 @@ pub struct Experts<G: Gpu> {
     all: Vec<Expert<Matrix<G>>>,
     sizes: ExpertSizes,
     /// `uint64_t [experts, 3]`: where gate, up and down begin.
-    table: Memory<G>,
+    table: PooledMemory<G>,
 }
 
 impl<G: Gpu> Experts<G> {
@@ -30,7 +30,7 @@ impl<G: Gpu> Experts<G> {
     }
 
     /// The addresses.
-    pub(super) fn table(&self) -> &Memory<G> {
+    pub(super) fn table(&self) -> &PooledMemory<G> {
         &self.table
     }
 }

@@ -16,43 +16,43 @@ use std::sync::Arc;
 use shared::shm::group::{DEVICE_FLAG_BYTES, DeviceArea, GroupMap};
 
 use super::sharing::SharedMemory;
-use super::{Address, Cuda, Gpu, Memory, bytes_of};
+use super::{Address, Cuda, Gpu, PooledMemory, bytes_of};
 use crate::ops::OpError;
 use crate::sizes::exchange as sizes;
 
 /// What a rank tells the others of its device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct DeviceIdentity {
     /// What tells the device from all others, whatever its number is in another process.
     pub uuid: [u8; 16],
     /// Multiprocessors: the smallest number in a group bounds the grid of its exchanges.
     pub multiprocessors: u32,
 }
 
-impl Identity {
+impl DeviceIdentity {
     /// Length of [`to_bytes`](Self::to_bytes).
     pub const BYTES: usize = 20;
 
     /// The identity for a message to another rank.
-    pub fn to_bytes(&self) -> [u8; Identity::BYTES] {
-        let mut bytes = [0; Identity::BYTES];
+    pub fn to_bytes(&self) -> [u8; DeviceIdentity::BYTES] {
+        let mut bytes = [0; DeviceIdentity::BYTES];
         bytes[..16].copy_from_slice(&self.uuid);
         bytes[16..].copy_from_slice(&self.multiprocessors.to_le_bytes());
         bytes
     }
 
     /// The identity in a message of another rank; `None` when it has another length.
-    pub fn from_bytes(bytes: &[u8]) -> Option<Identity> {
+    pub fn from_bytes(bytes: &[u8]) -> Option<DeviceIdentity> {
         let (uuid, multiprocessors) = bytes.split_first_chunk::<16>()?;
         let multiprocessors = u32::from_le_bytes(multiprocessors.try_into().ok()?);
-        Some(Identity { uuid: *uuid, multiprocessors })
+        Some(DeviceIdentity { uuid: *uuid, multiprocessors })
     }
 }
 
 /// What a rank offers to the others of its group.
 #[derive(Debug)]
 pub struct Offer {
-    pub device: Identity,
+    pub device: DeviceIdentity,
     /// Its exchange memory in device memory; `None` where the driver cannot share any.
     pub memory: Option<OwnedFd>,
 }
@@ -82,7 +82,7 @@ pub(crate) enum Membership<G: Gpu> {
     Alone,
     /// Its exchange memory is made, if there is such memory.
     Offered(Option<SharedMemory<G>>),
-    Joined(Box<Member<G>>),
+    Joined(Box<CudaMember<G>>),
 }
 
 /// The lanes of exchanges, the same on all ranks.
@@ -109,19 +109,19 @@ impl Lanes {
 
 /// A rank that exchanges.
 #[derive(Debug)]
-pub(crate) struct Member<G: Gpu> {
+pub(crate) struct CudaMember<G: Gpu> {
     gpu: Arc<G>,
     area: DeviceArea,
     registered: Vec<Address>,
     /// Own memory, and that of the others.
     _shared: Vec<SharedMemory<G>>,
     /// `uint64_t [TABLE_WORDS]` and `uint32_t [STATE_WORDS]` of the kernels.
-    pub(super) table: Memory<G>,
-    pub(super) state: Memory<G>,
+    pub(super) table: PooledMemory<G>,
+    pub(super) state: PooledMemory<G>,
     pub(crate) lanes: Lanes,
 }
 
-impl<G: Gpu> Member<G> {
+impl<G: Gpu> CudaMember<G> {
     pub(super) fn rank(&self) -> usize {
         self.area.rank()
     }
@@ -136,7 +136,7 @@ impl<G: Gpu> Member<G> {
     }
 }
 
-impl<G: Gpu> Drop for Member<G> {
+impl<G: Gpu> Drop for CudaMember<G> {
     fn drop(&mut self) {
         // A device that does not answer any more does not read any more.
         let _ = self.gpu.wait();
@@ -174,7 +174,7 @@ impl<G: Gpu> Cuda<G> {
         let uuid = self.gpu.uuid();
         let uuid = self.noted(uuid)?;
         let multiprocessors = self.gpu.properties().multiprocessors;
-        Ok(Offer { device: Identity { uuid, multiprocessors }, memory: fd })
+        Ok(Offer { device: DeviceIdentity { uuid, multiprocessors }, memory: fd })
     }
 
     /// Whether this device can use the device memory of all `offers`: those of the other ranks in
@@ -213,7 +213,7 @@ impl<G: Gpu> Cuda<G> {
         let device = self.gpu.properties().multiprocessors;
         let others = offers.iter().flatten().map(|offer| offer.device.multiprocessors);
         let least = others.fold(device, u32::min) as usize;
-        let mut parts = Parts::default();
+        let mut parts = JoinMappings::default();
         let mapped = match use_peer {
             true => parts.map_devices(&self.gpu, &area, own, &offers),
             false => parts.register_host(&self.gpu, &area),
@@ -231,13 +231,13 @@ impl<G: Gpu> Cuda<G> {
     pub(crate) fn join_over(
         &mut self,
         map: Arc<GroupMap>,
-        memory: &Memory<G>,
+        memory: &PooledMemory<G>,
     ) -> Result<(), OpError> {
         let area = DeviceArea::new(map);
         let shape = area.map().shape();
         let of_rank = |rank| memory.address().offset(rank * shape.device_bytes());
         let table = (0..shape.world()).map(of_rank).collect();
-        let parts = Parts { table, ..Parts::default() };
+        let parts = JoinMappings { table, ..JoinMappings::default() };
         let multiprocessors = self.gpu.properties().multiprocessors as usize;
         self.exchange_over(area, parts, multiprocessors)
     }
@@ -253,7 +253,7 @@ impl<G: Gpu> Cuda<G> {
     fn exchange_over(
         &mut self,
         area: DeviceArea,
-        mut parts: Parts<G>,
+        mut parts: JoinMappings<G>,
         least: usize,
     ) -> Result<(), OpError> {
         let mut make = || {
@@ -270,7 +270,7 @@ impl<G: Gpu> Cuda<G> {
             }
         };
         let words: Vec<u8> = parts.table.iter().flat_map(|at| at.0.to_le_bytes()).collect();
-        let mut member = Member {
+        let mut member = CudaMember {
             table,
             state,
             lanes: Lanes::new(area.map().shape().device_bytes(), least),
@@ -286,7 +286,7 @@ impl<G: Gpu> Cuda<G> {
     }
 
     /// The rank that exchanges, if there is a group.
-    pub(crate) fn member(&self) -> Option<&Member<G>> {
+    pub(crate) fn member(&self) -> Option<&CudaMember<G>> {
         match &self.group {
             Membership::Joined(member) => Some(member),
             Membership::Alone | Membership::Offered(_) => None,
@@ -295,24 +295,24 @@ impl<G: Gpu> Cuda<G> {
 
     /// Fails once an exchange ended early; called when the device is done.
     pub(super) fn check_group(&self) -> Result<(), OpError> {
-        self.member().map_or(Ok(()), Member::check)
+        self.member().map_or(Ok(()), CudaMember::check)
     }
 }
 
 /// What a rank maps while it joins.
-struct Parts<G: Gpu> {
+struct JoinMappings<G: Gpu> {
     registered: Vec<Address>,
     shared: Vec<SharedMemory<G>>,
     table: Vec<Address>,
 }
 
-impl<G: Gpu> Default for Parts<G> {
-    fn default() -> Parts<G> {
-        Parts { registered: Vec::new(), shared: Vec::new(), table: Vec::new() }
+impl<G: Gpu> Default for JoinMappings<G> {
+    fn default() -> JoinMappings<G> {
+        JoinMappings { registered: Vec::new(), shared: Vec::new(), table: Vec::new() }
     }
 }
 
-impl<G: Gpu> Parts<G> {
+impl<G: Gpu> JoinMappings<G> {
     /// The device memory of all ranks.
     fn map_devices(
         &mut self,

@@ -8,29 +8,29 @@ use shared::dtype::DType;
 
 use super::address::Address;
 use super::gpu::Gpu;
-use super::memory::Memory;
+use super::memory::PooledMemory;
 use crate::ops::MatrixShape;
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
 
 /// A matrix `[outputs, inputs]` on the device; cheap to clone.
 #[derive(Debug)]
-pub struct Matrix<G: Gpu>(Arc<Stored<G>>);
+pub struct Matrix<G: Gpu>(Arc<StoredMatrix<G>>);
 
 #[derive(Debug)]
-struct Stored<G: Gpu> {
+struct StoredMatrix<G: Gpu> {
     dtype: DType,
     outputs: usize,
     inputs: usize,
-    parts: Parts,
+    parts: MatrixParts,
     is_tiled: bool,
-    memory: Memory<G>,
+    memory: PooledMemory<G>,
 }
 
 /// Where the parts of a matrix lie, by format. Every part begins at a multiple of 64 bytes, the
 /// first at one of 256.
 #[derive(Clone, Copy, Debug)]
-pub enum Parts {
+pub enum MatrixParts {
     /// Numbers of the matrix's dtype, row-major.
     Plain {
         /// `[outputs, inputs]`.
@@ -55,15 +55,15 @@ pub enum Parts {
 
 impl<G: Gpu> Matrix<G> {
     /// `view`, whose bytes were copied to `memory`, NF4 that [`is_tiled`] in tiles.
-    pub(super) fn new(view: &WeightView<'_>, memory: Memory<G>) -> Matrix<G> {
+    pub(super) fn new(view: &WeightView<'_>, memory: PooledMemory<G>) -> Matrix<G> {
         let start = memory.address();
         let at = |part: &[u8]| start.offset(part.as_ptr().addr() - view.bytes().as_ptr().addr());
         let parts = match view.format() {
-            Format::Plain => Parts::Plain { values: start },
-            Format::Int8(parts) => Parts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
-            Format::Nf4(parts) => Parts::Nf4 { codes: start, layout: parts.layout() },
+            Format::Plain => MatrixParts::Plain { values: start },
+            Format::Int8(parts) => MatrixParts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
+            Format::Nf4(parts) => MatrixParts::Nf4 { codes: start, layout: parts.layout() },
         };
-        Matrix(Arc::new(Stored {
+        Matrix(Arc::new(StoredMatrix {
             dtype: view.dtype(),
             outputs: view.outputs(),
             inputs: view.inputs(),
@@ -76,14 +76,14 @@ impl<G: Gpu> Matrix<G> {
     /// How it is stored.
     pub fn quant(&self) -> QuantType {
         match self.0.parts {
-            Parts::Plain { .. } => QuantType::None,
-            Parts::Int8 { .. } => QuantType::Int8,
-            Parts::Nf4 { .. } => QuantType::Nf4,
+            MatrixParts::Plain { .. } => QuantType::None,
+            MatrixParts::Int8 { .. } => QuantType::Int8,
+            MatrixParts::Nf4 { .. } => QuantType::Nf4,
         }
     }
 
     /// Where its parts lie.
-    pub fn parts(&self) -> Parts {
+    pub fn parts(&self) -> MatrixParts {
         self.0.parts
     }
 
@@ -95,8 +95,8 @@ impl<G: Gpu> Matrix<G> {
     /// Of NF4, how its rows and second scales lie, as kernels take it.
     pub(super) fn layout(&self) -> usize {
         match self.0.parts {
-            Parts::Nf4 { layout, .. } => layout as usize,
-            Parts::Plain { .. } | Parts::Int8 { .. } => 0,
+            MatrixParts::Nf4 { layout, .. } => layout as usize,
+            MatrixParts::Plain { .. } | MatrixParts::Int8 { .. } => 0,
         }
     }
 

@@ -14,13 +14,13 @@ use super::address::{Address, Floats};
 use super::gpu::{Gpu, GpuError};
 
 /// Memory of a device that returns to its pool when dropped.
-pub struct Memory<G: Gpu> {
-    pool: Arc<Pool<G>>,
+pub struct PooledMemory<G: Gpu> {
+    pool: Arc<MemoryPool<G>>,
     address: Address,
     bytes: usize,
 }
 
-impl<G: Gpu> Memory<G> {
+impl<G: Gpu> PooledMemory<G> {
     /// The address of the first byte; not 0.
     pub fn address(&self) -> Address {
         self.address
@@ -32,7 +32,7 @@ impl<G: Gpu> Memory<G> {
     }
 }
 
-impl<G: Gpu> Drop for Memory<G> {
+impl<G: Gpu> Drop for PooledMemory<G> {
     fn drop(&mut self) {
         if self.bytes > 0 {
             self.pool.take_back(self.address, self.bytes);
@@ -40,7 +40,7 @@ impl<G: Gpu> Drop for Memory<G> {
     }
 }
 
-impl<G: Gpu> std::fmt::Debug for Memory<G> {
+impl<G: Gpu> std::fmt::Debug for PooledMemory<G> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes at {:#x}", self.bytes, self.address.0)
     }
@@ -49,12 +49,12 @@ impl<G: Gpu> std::fmt::Debug for Memory<G> {
 /// f32 values in device memory, owned.
 #[derive(Debug)]
 pub struct Buffer<G: Gpu> {
-    memory: Memory<G>,
+    memory: PooledMemory<G>,
     len: usize,
 }
 
 impl<G: Gpu> Buffer<G> {
-    pub(super) fn new(memory: Memory<G>) -> Buffer<G> {
+    pub(super) fn new(memory: PooledMemory<G>) -> Buffer<G> {
         let len = memory.bytes / 4;
         Buffer { memory, len }
     }
@@ -79,7 +79,7 @@ impl<G: Gpu> DerefMut for Buffer<G> {
 
 /// Memory of a device, by size class.
 #[derive(Debug)]
-pub struct Pool<G: Gpu> {
+pub struct MemoryPool<G: Gpu> {
     gpu: Arc<G>,
     free: Mutex<BTreeMap<usize, Vec<Address>>>,
     taken: Mutex<Taken>,
@@ -104,9 +104,9 @@ const SMALL: usize = 256 << 10;
 /// Address of empty memory.
 const NOWHERE: Address = Address(256);
 
-impl<G: Gpu> Pool<G> {
-    pub(super) fn new(gpu: Arc<G>, is_exact: bool) -> Arc<Pool<G>> {
-        Arc::new(Pool {
+impl<G: Gpu> MemoryPool<G> {
+    pub(super) fn new(gpu: Arc<G>, is_exact: bool) -> Arc<MemoryPool<G>> {
+        Arc::new(MemoryPool {
             gpu,
             free: Mutex::default(),
             taken: Mutex::default(),
@@ -122,7 +122,7 @@ impl<G: Gpu> Pool<G> {
 
     /// Memory of at least `bytes` bytes: from its size class, or else the smallest larger cached
     /// one. Small requests leave large memory to others.
-    pub(super) fn take(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
+    pub(super) fn take(self: &Arc<MemoryPool<G>>, bytes: usize) -> Result<PooledMemory<G>, GpuError> {
         if self.is_exact || bytes == 0 {
             return self.take_exactly(bytes);
         }
@@ -147,12 +147,12 @@ impl<G: Gpu> Pool<G> {
         *self.taken.lock()
     }
 
-    fn memory(self: &Arc<Pool<G>>, address: Address, bytes: usize) -> Memory<G> {
-        Memory { pool: Arc::clone(self), address, bytes }
+    fn memory(self: &Arc<MemoryPool<G>>, address: Address, bytes: usize) -> PooledMemory<G> {
+        PooledMemory { pool: Arc::clone(self), address, bytes }
     }
 
     /// Memory of exactly `bytes` bytes, for long-lived data.
-    pub(super) fn take_exactly(self: &Arc<Pool<G>>, bytes: usize) -> Result<Memory<G>, GpuError> {
+    pub(super) fn take_exactly(self: &Arc<MemoryPool<G>>, bytes: usize) -> Result<PooledMemory<G>, GpuError> {
         let memory = |address| self.memory(address, bytes);
         if bytes == 0 {
             return Ok(memory(NOWHERE));
@@ -213,7 +213,7 @@ impl<G: Gpu> Pool<G> {
     }
 }
 
-impl<G: Gpu> Drop for Pool<G> {
+impl<G: Gpu> Drop for MemoryPool<G> {
     fn drop(&mut self) {
         // A device that does not answer keeps its memory until the process ends.
         let _ = self.release();

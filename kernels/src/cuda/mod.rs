@@ -43,8 +43,8 @@ pub use arena::MappedArena;
 pub use cache::Cache;
 pub use experts::Experts;
 pub use gpu::{Gpu, GpuError, Launch, Params, Properties};
-pub use matrix::{Matrix, Parts};
-pub use memory::{Buffer, Memory, Taken};
+pub use matrix::{Matrix, MatrixParts};
+pub use memory::{Buffer, PooledMemory, Taken};
 pub use pages::Pages;
 pub use step::Recorded;
 
@@ -55,19 +55,19 @@ use crate::ops::{OpError, check_len};
 use crate::slice::WeightSlice;
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
-use memory::Pool;
+use memory::MemoryPool;
 
 /// The CUDA backend over a device.
 #[derive(Debug)]
 pub struct Cuda<G: Gpu> {
     gpu: Arc<G>,
-    pool: Arc<Pool<G>>,
+    pool: Arc<MemoryPool<G>>,
     failure: Option<GpuError>,
-    constants: Vec<(Vec<f32>, Memory<G>)>,
+    constants: Vec<(Vec<f32>, PooledMemory<G>)>,
     /// The last batch, and room for the next.
-    batch: Option<(Vec<u32>, Memory<G>)>,
+    batch: Option<(Vec<u32>, PooledMemory<G>)>,
     /// The last adapters of rows.
-    of_rows: Option<(Vec<u32>, Memory<G>)>,
+    of_rows: Option<(Vec<u32>, PooledMemory<G>)>,
     words: Vec<u32>,
     /// Memory of steps that are recorded, once it is reserved.
     fixed: Option<step::Fixed<G>>,
@@ -117,7 +117,7 @@ impl<G: Gpu> Cuda<G> {
 
     fn with_pool(gpu: Arc<G>, is_exact: bool) -> Cuda<G> {
         Cuda {
-            pool: Pool::new(Arc::clone(&gpu), is_exact),
+            pool: MemoryPool::new(Arc::clone(&gpu), is_exact),
             gpu,
             failure: None,
             constants: Vec::new(),
@@ -241,7 +241,7 @@ impl<G: Gpu> Cuda<G> {
     ///
     /// # Errors
     /// When the device has none, or failed.
-    pub fn scratch(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
+    pub fn scratch(&mut self, bytes: usize) -> Result<PooledMemory<G>, OpError> {
         self.host("workspace")?;
         let taken = self.pool.take(bytes);
         self.noted(taken)
@@ -251,7 +251,7 @@ impl<G: Gpu> Cuda<G> {
     ///
     /// # Errors
     /// When the device has none, or failed.
-    pub fn reserve(&mut self, bytes: usize) -> Result<Memory<G>, OpError> {
+    pub fn reserve(&mut self, bytes: usize) -> Result<PooledMemory<G>, OpError> {
         self.host("new memory")?;
         let taken = self.pool.take_exactly(bytes);
         self.noted(taken)
@@ -264,7 +264,7 @@ impl<G: Gpu> Cuda<G> {
     pub fn upload_bytes(
         &mut self,
         from: &[u8],
-        to: &mut Memory<G>,
+        to: &mut PooledMemory<G>,
         at: usize,
     ) -> Result<(), OpError> {
         self.host("an upload")?;
@@ -280,7 +280,7 @@ impl<G: Gpu> Cuda<G> {
     /// When there are not so many, or the device fails or failed.
     pub fn download_bytes(
         &mut self,
-        from: &Memory<G>,
+        from: &PooledMemory<G>,
         at: usize,
         to: &mut [u8],
     ) -> Result<(), OpError> {
@@ -298,7 +298,7 @@ impl<G: Gpu> Cuda<G> {
     /// When they are not there or overlap, or the device fails.
     pub fn copy_within(
         &mut self,
-        memory: &mut Memory<G>,
+        memory: &mut PooledMemory<G>,
         from: usize,
         to: usize,
         bytes: usize,
@@ -330,7 +330,7 @@ impl<G: Gpu> Cuda<G> {
     ///
     /// # Errors
     /// When the device has no memory for them, or fails.
-    pub fn words(&mut self, words: &[u32]) -> Result<Memory<G>, OpError> {
+    pub fn words(&mut self, words: &[u32]) -> Result<PooledMemory<G>, OpError> {
         let memory = self.scratch(size_of_val(words))?;
         // SAFETY: the memory is of that length.
         let done = unsafe { self.gpu.write(bytes_of(words), memory.address()) };
@@ -342,7 +342,7 @@ impl<G: Gpu> Cuda<G> {
     ///
     /// # Errors
     /// When the device has no memory for them, or fails.
-    pub fn floats(&mut self, values: &[f32]) -> Result<Memory<G>, OpError> {
+    pub fn floats(&mut self, values: &[f32]) -> Result<PooledMemory<G>, OpError> {
         let memory = self.scratch(size_of_val(values))?;
         // SAFETY: the memory is of that length.
         let done = unsafe { self.gpu.write(bytes_of(values), memory.address()) };

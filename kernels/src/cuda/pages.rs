@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::address::{Address, Floats};
 use super::gpu::Gpu;
-use super::memory::Memory;
+use super::memory::PooledMemory;
 use crate::kv::PageLayout;
 use crate::ops::PagePool;
 
@@ -41,7 +41,7 @@ impl<'k> Pages<'k> {
     /// When the memory has no such bytes.
     pub fn new<G: Gpu>(
         layout: PageLayout,
-        memory: &'k mut Memory<G>,
+        memory: &'k mut PooledMemory<G>,
         start: usize,
         bytes: usize,
     ) -> Self {
@@ -62,7 +62,7 @@ impl<'k> Pages<'k> {
     /// When the memory has no such bytes.
     pub(super) fn each<G: Gpu>(
         layout: PageLayout,
-        memory: &'k mut Memory<G>,
+        memory: &'k mut PooledMemory<G>,
         blocks: Range<usize>,
         bytes: usize,
     ) -> Vec<Self> {

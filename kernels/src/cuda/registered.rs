@@ -16,13 +16,13 @@ const PART_BYTES: usize = 4 << 20;
 pub(super) struct HostMemory<G: Gpu> {
     gpu: Arc<G>,
     /// Each begins where the one before it ends.
-    parts: Vec<Registered>,
+    parts: Vec<RegisteredRange>,
     /// Why it is not registered to its end.
     failure: Option<GpuError>,
 }
 
 #[derive(Debug)]
-struct Registered {
+struct RegisteredRange {
     at: Range<usize>,
     address: Address,
 }
@@ -63,7 +63,7 @@ impl<G: Gpu> HostMemory<G> {
     unsafe fn register(&mut self, start: *mut u8, at: Range<usize>) -> bool {
         // SAFETY: the caller's.
         match unsafe { self.gpu.register(start.wrapping_add(at.start), at.len()) } {
-            Ok(address) => self.parts.push(Registered { at, address }),
+            Ok(address) => self.parts.push(RegisteredRange { at, address }),
             Err(failure) => {
                 self.failure = Some(failure);
                 return false;

@@ -16,7 +16,7 @@ use shared::model::MAX_STEP_TOKENS;
 
 use super::address::Address;
 use super::gpu::Gpu;
-use super::memory::{Memory, Pool};
+use super::memory::{PooledMemory, MemoryPool};
 use super::pages::Outlet;
 use super::{Cuda, Pages, Recording, batch, bytes_of};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
@@ -32,11 +32,11 @@ const MAX_STEP_PAGES: usize = 1 << 18;
 /// Fixed memory of recorded steps.
 #[derive(Debug)]
 pub(super) struct Fixed<G: Gpu> {
-    words: Memory<G>,
+    words: PooledMemory<G>,
     /// Tiles of attention for whose results there is memory.
     tiles: usize,
     /// Results of tiles, and packed rows of products: one after the other.
-    pub(super) workspace: Memory<G>,
+    pub(super) workspace: PooledMemory<G>,
     /// Whether operations read the step from here.
     on: bool,
     /// The block of the span that the unit begins with.
@@ -50,7 +50,7 @@ pub struct Recorded<G: Gpu> {
     launches: u64,
     /// Of each block that is gone through.
     pages: Vec<(Address, Outlet)>,
-    pool: Arc<Pool<G>>,
+    pool: Arc<MemoryPool<G>>,
 }
 
 impl<G: Gpu> Recorded<G> {

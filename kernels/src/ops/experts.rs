@@ -14,7 +14,7 @@
 use shared::dtype::DType;
 
 use super::lora::{self, Adapter, AdapterSizes, Lora, LoraPart, parts_of};
-use super::{Elements, Inputs, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
+use super::{Elements, RankInputs, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
 use crate::ops::{
     Gather, Linear, LinearGrad, LoraGrad, Product, Products, Route, ScatterAdd, SiluMul,
     SiluMulGrad,
@@ -380,7 +380,7 @@ impl ExpertRows<'_, '_> {
             out,
             rows: self.index.len(),
             round: self.round,
-            inputs: if which == DOWN { Inputs::Cut } else { Inputs::Whole },
+            inputs: if which == DOWN { RankInputs::Cut } else { RankInputs::Whole },
         })
     }
 

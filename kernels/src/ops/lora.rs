@@ -32,7 +32,7 @@ pub struct LoraPart<W> {
 
 /// What of its inputs a rank of a group has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Inputs {
+pub enum RankInputs {
     /// All of them.
     Whole,
     /// Possibly a part: `t` is the sum over all ranks.
@@ -54,7 +54,7 @@ pub struct Lora<'a, F: ?Sized, W> {
     /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
     pub round: DType,
     /// Whether `x` and `a` are whole.
-    pub inputs: Inputs,
+    pub inputs: RankInputs,
 }
 
 /// An adapter beside a matrix; `W` is the backend's matrix.
@@ -86,7 +86,7 @@ pub struct Adapt<'a, F: ?Sized, A: ?Sized> {
     /// Dtype to which the product of the adapted matrix is rounded: the block dtype.
     pub round: DType,
     /// Whether `x` and the matrices `a` are whole.
-    pub inputs: Inputs,
+    pub inputs: RankInputs,
 }
 
 /// Arguments of the gradient of [`Adapt`]: [`LoraGrad`] over the rows of each adapter.

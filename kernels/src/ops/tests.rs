@@ -297,7 +297,7 @@ fn adapters_whose_parts_overlap_or_do_not_fit_are_refused() {
             out,
             rows: 4,
             round: DType::F32,
-            inputs: Inputs::Whole,
+            inputs: RankInputs::Whole,
         })
     };
     for parts in [

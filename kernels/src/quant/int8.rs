@@ -25,29 +25,29 @@ pub fn stored_bytes(outputs: usize, inputs: usize) -> Option<usize> {
 
 /// The parts of a stored matrix.
 #[derive(Clone, Copy, Debug)]
-pub struct Parts<'a> {
+pub struct Int8Parts<'a> {
     /// `[outputs, inputs]`, signed.
     pub codes: &'a [u8],
     /// f32 `[outputs]`, little-endian.
     pub absmax: &'a [u8],
 }
 
-impl<'a> Parts<'a> {
+impl<'a> Int8Parts<'a> {
     /// The parts of `bytes`; `None` when their number is not that of the shape.
-    pub fn new(outputs: usize, inputs: usize, bytes: &'a [u8]) -> Option<Parts<'a>> {
+    pub fn new(outputs: usize, inputs: usize, bytes: &'a [u8]) -> Option<Int8Parts<'a>> {
         if stored_bytes(outputs, inputs)? != bytes.len() {
             return None;
         }
         let codes = outputs * inputs;
-        Some(Parts {
+        Some(Int8Parts {
             codes: bytes.get(..codes)?,
             absmax: bytes.get(codes.next_multiple_of(PART_ALIGNMENT)..)?.get(..4 * outputs)?,
         })
     }
 
     /// Some rows where they lie; `None` when they are not all there.
-    pub(crate) fn rows(&self, range: Range<usize>, inputs: usize) -> Option<Parts<'a>> {
-        Some(Parts {
+    pub(crate) fn rows(&self, range: Range<usize>, inputs: usize) -> Option<Int8Parts<'a>> {
+        Some(Int8Parts {
             codes: self.codes.get(range.start * inputs..range.end.checked_mul(inputs)?)?,
             absmax: self.absmax.get(range.start * 4..range.end.checked_mul(4)?)?,
         })
@@ -85,7 +85,7 @@ pub fn encode(weights: &[f32], inputs: usize) -> Vec<u8> {
 
 /// Decodes weights of row `output`: `out.len()` of them from weight `start` of the matrix on.
 #[inline(always)]
-pub(crate) fn decode(parts: &Parts<'_>, output: usize, start: usize, out: &mut [f32]) {
+pub(crate) fn decode(parts: &Int8Parts<'_>, output: usize, start: usize, out: &mut [f32]) {
     let scale = parts.scale(output);
     let codes = &parts.codes[start..start + out.len()];
     for (out, code) in out.iter_mut().zip(codes) {

@@ -86,7 +86,7 @@ pub(crate) fn tiled_bytes(outputs: usize, inputs: usize, shift: u32) -> Option<u
 
 /// The parts of a stored matrix, or of a slice of one.
 #[derive(Clone, Copy, Debug)]
-pub struct Parts<'a> {
+pub struct Nf4Parts<'a> {
     /// Two weights a byte.
     pub codes: &'a [u8],
     /// Codes of the groups' scales.
@@ -97,7 +97,7 @@ pub struct Parts<'a> {
     pub offset: f32,
     /// Weights of a row.
     inputs: usize,
-    rows: Rows<'a>,
+    rows: RowLayout<'a>,
     /// Which group of those that `absmax2` counts is the first one here.
     first: usize,
     /// `1 << shift` groups share a second scale.
@@ -106,7 +106,7 @@ pub struct Parts<'a> {
 
 /// How rows lie in `codes` and `absmax`.
 #[derive(Clone, Copy, Debug)]
-enum Rows<'a> {
+enum RowLayout<'a> {
     /// One behind the other, groups over their ends. The first `phase` weights of the first group
     /// belong to a row before.
     Running { phase: usize },
@@ -120,9 +120,9 @@ enum Rows<'a> {
     },
 }
 
-impl<'a> Parts<'a> {
+impl<'a> Nf4Parts<'a> {
     /// The parts of `bytes`; `None` when their number is not that of the shape.
-    pub fn new(outputs: usize, inputs: usize, bytes: &'a [u8]) -> Option<Parts<'a>> {
+    pub fn new(outputs: usize, inputs: usize, bytes: &'a [u8]) -> Option<Nf4Parts<'a>> {
         if stored_bytes(outputs, inputs)? != bytes.len() {
             return None;
         }
@@ -132,29 +132,29 @@ impl<'a> Parts<'a> {
         let absmax2_at = absmax_at + groups.next_multiple_of(PART_ALIGNMENT);
         let (absmax2, offset) =
             bytes.get(absmax2_at..)?.split_at_checked(4 * groups.div_ceil(SUPER_GROUP))?;
-        Some(Parts {
+        Some(Nf4Parts {
             codes: bytes.get(..weights.div_ceil(2))?,
             absmax: bytes.get(absmax_at..absmax_at + groups)?,
             absmax2,
             offset: f32_at(offset, 0),
             inputs,
-            rows: Rows::Running { phase: 0 },
+            rows: RowLayout::Running { phase: 0 },
             first: 0,
             shift: SHIFT,
         })
     }
 
     /// Some rows of a whole matrix where they lie; `None` when they are not all there.
-    pub(crate) fn rows(&self, range: Range<usize>) -> Option<Parts<'a>> {
-        let (Rows::Running { phase: 0 }, 0, SHIFT) = (self.rows, self.first, self.shift) else {
+    pub(crate) fn rows(&self, range: Range<usize>) -> Option<Nf4Parts<'a>> {
+        let (RowLayout::Running { phase: 0 }, 0, SHIFT) = (self.rows, self.first, self.shift) else {
             return None;
         };
         let (start, end) = (range.start * self.inputs, range.end.checked_mul(self.inputs)?);
         let (first, last) = (start / GROUP, end.div_ceil(GROUP));
-        Some(Parts {
+        Some(Nf4Parts {
             codes: self.codes.get(first * GROUP / 2..end.div_ceil(2))?,
             absmax: self.absmax.get(first..last)?,
-            rows: Rows::Running { phase: start % GROUP },
+            rows: RowLayout::Running { phase: start % GROUP },
             first,
             ..*self
         })
@@ -168,11 +168,11 @@ impl<'a> Parts<'a> {
         shift: u32,
         [codes, absmax, absmax2]: [&'a [u8]; 3],
         offset: f32,
-    ) -> Option<Parts<'a>> {
-        let rows = Rows::Running { phase: 0 };
+    ) -> Option<Nf4Parts<'a>> {
+        let rows = RowLayout::Running { phase: 0 };
         let fits = codes.len() == absmax.len().checked_mul(GROUP / 2)?
             && absmax2.len() == absmax.len().div_ceil(1usize.checked_shl(shift)?).checked_mul(4)?;
-        fits.then_some(Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift })
+        fits.then_some(Nf4Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift })
     }
 
     /// Rows from the parts of a [slice](super::slice) that cuts groups of `whole`: `codes`, `absmax`
@@ -183,10 +183,10 @@ impl<'a> Parts<'a> {
         inputs: usize,
         groups: usize,
         [codes, absmax, starts]: [&'a [u8]; 3],
-    ) -> Option<Parts<'a>> {
+    ) -> Option<Nf4Parts<'a>> {
         let ((absmax2, offset), count) = (whole, starts.len() / START_BYTES);
-        let rows = Rows::Ragged { groups, starts };
-        let parts = Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift: SHIFT };
+        let rows = RowLayout::Ragged { groups, starts };
+        let parts = Nf4Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift: SHIFT };
         let is_there = |row: usize| {
             let last = (parts.start(row) as usize).checked_add(inputs.checked_sub(1)?)?;
             let named = last / GROUP / SUPER_GROUP < absmax2.len() / 4;
@@ -201,8 +201,8 @@ impl<'a> Parts<'a> {
     #[inline(always)]
     fn start(&self, output: usize) -> u64 {
         match self.rows {
-            Rows::Running { phase } => (self.first * GROUP + phase + output * self.inputs) as u64,
-            Rows::Ragged { starts, .. } => {
+            RowLayout::Running { phase } => (self.first * GROUP + phase + output * self.inputs) as u64,
+            RowLayout::Ragged { starts, .. } => {
                 let bytes = starts.get(output * START_BYTES..(output + 1) * START_BYTES);
                 bytes.and_then(|b| b.try_into().ok()).map_or(u64::MAX, u64::from_le_bytes)
             }
@@ -211,7 +211,7 @@ impl<'a> Parts<'a> {
 
     /// Whether each row begins and ends with a group: what fast paths take.
     pub fn is_grouped(&self) -> bool {
-        let Rows::Running { phase } = self.rows else {
+        let RowLayout::Running { phase } = self.rows else {
             return false;
         };
         phase == 0 && self.inputs.is_multiple_of(GROUP)
@@ -221,8 +221,8 @@ impl<'a> Parts<'a> {
     /// it.
     pub(crate) fn layout(&self) -> u32 {
         match self.rows {
-            Rows::Running { .. } => self.shift,
-            Rows::Ragged { .. } => RAGGED,
+            RowLayout::Running { .. } => self.shift,
+            RowLayout::Ragged { .. } => RAGGED,
         }
     }
 
@@ -232,8 +232,8 @@ impl<'a> Parts<'a> {
         let start = self.start(output) as usize;
         let group = (start + input) / GROUP;
         let held = match self.rows {
-            Rows::Running { .. } => group - self.first,
-            Rows::Ragged { groups, .. } => output * groups + group - start / GROUP,
+            RowLayout::Running { .. } => group - self.first,
+            RowLayout::Ragged { groups, .. } => output * groups + group - start / GROUP,
         };
         DYNAMIC[self.absmax[held] as usize] * f32_at(self.absmax2, group >> self.shift)
             + self.offset
@@ -262,8 +262,8 @@ impl<'a> Parts<'a> {
     #[inline(always)]
     fn place(&self, output: usize, input: usize) -> usize {
         match self.rows {
-            Rows::Running { phase } => phase + output * self.inputs + input,
-            Rows::Ragged { .. } => 2 * output * self.inputs.div_ceil(2) + input,
+            RowLayout::Running { phase } => phase + output * self.inputs + input,
+            RowLayout::Ragged { .. } => 2 * output * self.inputs.div_ceil(2) + input,
         }
     }
 
@@ -283,7 +283,7 @@ impl<'a> Parts<'a> {
 }
 
 /// What a copy of some columns of a row takes; the matrix is none that cuts groups.
-impl<'a> Parts<'a> {
+impl<'a> Nf4Parts<'a> {
     /// Which weight of the whole matrix weight `input` of row `output` is.
     pub(crate) fn named(&self, output: usize, input: usize) -> usize {
         self.start(output) as usize + input
@@ -381,7 +381,7 @@ fn nearest(x: f32) -> u8 {
 
 /// Weights of row `output` as numbers: `out.len()` of them from weight `first` of the row on.
 #[inline(always)]
-pub(crate) fn decode(parts: &Parts<'_>, output: usize, first: usize, out: &mut [f32]) {
+pub(crate) fn decode(parts: &Nf4Parts<'_>, output: usize, first: usize, out: &mut [f32]) {
     let whole_groups = first.is_multiple_of(GROUP) && out.len().is_multiple_of(GROUP);
     if !whole_groups || !parts.is_grouped() {
         for (i, out) in out.iter_mut().enumerate() {

@@ -27,7 +27,7 @@ fn the_dynamic_map_is_that_of_bitsandbytes() {
 fn nf4_is_byte_for_byte_that_of_bitsandbytes() {
     let weights = convert::to_vec(DType::Bf16, golden!("nf4.weights.bf16"));
     let stored = nf4::encode(&weights);
-    let parts = nf4::Parts::new(1, weights.len(), &stored).unwrap();
+    let parts = nf4::Nf4Parts::new(1, weights.len(), &stored).unwrap();
     assert_eq!(parts.codes, golden!("nf4.codes.u8"));
     // PyTorch sums the mean in another order.
     let offset = floats(golden!("nf4.offset.f32"))[0];
@@ -62,7 +62,7 @@ fn nf4_packs_the_first_weight_of_a_pair_into_the_upper_half() {
     let weights: Vec<f32> =
         (0..192).map(|i| ((37 * i % 64) - 31) as f32 / 32.0 * (1 + i / 64) as f32).collect();
     let stored = nf4::encode(&weights);
-    let parts = nf4::Parts::new(3, 64, &stored).unwrap();
+    let parts = nf4::Nf4Parts::new(3, 64, &stored).unwrap();
     let first = [
         0x09, 0x1c, 0x3e, 0x70, 0xa2, 0xd4, 0xf8, 0x1b, 0x2e, 0x5f, 0x91, 0xc3, 0xe6, 0x0a, 0x2d,
         0x4f,
@@ -80,7 +80,7 @@ fn nf4_packs_the_first_weight_of_a_pair_into_the_upper_half() {
 fn int8_is_byte_for_byte_that_of_bitsandbytes() {
     let weights = convert::to_vec(DType::Bf16, golden!("int8.weights.bf16"));
     let stored = int8::encode(&weights, 100);
-    let parts = int8::Parts::new(24, 100, &stored).unwrap();
+    let parts = int8::Int8Parts::new(24, 100, &stored).unwrap();
     assert_eq!(parts.codes, golden!("int8.codes.i8"));
     assert_eq!(parts.absmax, golden!("int8.absmax.f32"));
 }

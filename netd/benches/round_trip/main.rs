@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use netd::workers::arena::{self, ArenaMemory, SlotClass};
 use netd::workers::job::Holds;
-use netd::workers::link::Link;
+use netd::workers::link::WorkerLink;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -150,7 +150,7 @@ async fn link(core: usize, spins: bool) -> Vec<Duration> {
     let holds = Arc::new(Holds { slots, pages: None });
     let (broken, _reports) = tokio::sync::mpsc::channel(1);
     let up = worker.up();
-    let link = Arc::new(Link::new(up.worker, up.span, 0, broken));
+    let link = Arc::new(WorkerLink::new(up.worker, up.span, 0, broken));
     let [submission, completion] = worker.parts.bells();
     link.up(&up, worker.parts.rings(), submission, completion).expect("linked");
     let mut times = Vec::with_capacity(WARM_UP + ROUND_TRIPS);

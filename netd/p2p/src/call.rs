@@ -11,7 +11,7 @@ use tokio::{
 };
 
 use super::{
-    driver::Command,
+    driver::NodeCommand,
     error::CallError,
     frame::{self, Frame, FrameError, FrameReader},
     limits::{CallGuard, LINGER_TIMEOUT},
@@ -99,7 +99,7 @@ impl P2p {
     async fn open(&self, peer: PeerId, protocol: &'static str) -> Result<Stream, CallError> {
         for _ in 0..2 {
             let (reply, opened) = oneshot::channel();
-            let command = Command::Open(OpenStream { peer, protocol, reply });
+            let command = NodeCommand::Open(OpenStream { peer, protocol, reply });
             self.send(command)
                 .await
                 .map_err(|error| CallError::Unreachable { peer, reason: error.to_string() })?;

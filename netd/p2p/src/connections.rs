@@ -5,7 +5,7 @@ use std::{collections::HashMap, net::IpAddr};
 use libp2p::{Multiaddr, PeerId, core::ConnectedPoint, swarm::ConnectionId};
 use resource_manager::{
     addresses::{Scope, ip_of, scope},
-    peerstore::Standing,
+    peerstore::PeerStanding,
 };
 use tokio::time::Instant;
 
@@ -128,7 +128,7 @@ impl Connections {
         &self,
         now: Instant,
         is_used: impl Fn(&PeerId) -> bool,
-        standing: impl Fn(&PeerId) -> Standing,
+        standing: impl Fn(&PeerId) -> PeerStanding,
     ) -> Vec<ConnectionId> {
         let surplus = self.open.len().saturating_sub(TRIM_ABOVE_CONNECTIONS);
         if surplus == 0 {
@@ -136,7 +136,7 @@ impl Connections {
         }
         let crowded = self.open.len() > CROWDED_ABOVE_CONNECTIONS;
         let grace = if crowded { CROWDED_GRACE } else { TRIM_GRACE };
-        let mut idle: Vec<(Standing, bool, Instant, ConnectionId)> = self
+        let mut idle: Vec<(PeerStanding, bool, Instant, ConnectionId)> = self
             .open
             .iter()
             .filter(|(_, connection)| now.duration_since(connection.since) >= grace)
@@ -161,8 +161,8 @@ mod tests {
         text.parse().expect("address")
     }
 
-    fn strangers(_: &PeerId) -> Standing {
-        Standing::Stranger
+    fn strangers(_: &PeerId) -> PeerStanding {
+        PeerStanding::Stranger
     }
 
     fn dialed(text: &str) -> ConnectedPoint {
@@ -252,8 +252,8 @@ mod tests {
             .map(|number| connections.open[&ConnectionId::new_unchecked(number)].peer)
             .collect();
         let standing = |peer: &PeerId| match known.contains(peer) {
-            true => Standing::Server,
-            false => Standing::Stranger,
+            true => PeerStanding::Server,
+            false => PeerStanding::Stranger,
         };
         let surplus = connections.surplus(start + CROWDED_GRACE, |_| false, standing);
         assert_eq!(surplus.len(), 768 - TRIM_ABOVE_CONNECTIONS);

@@ -44,7 +44,7 @@ mod dialable;
 
 /// What handles ask of the swarm.
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum NodeCommand {
     Open(OpenStream),
     Connect {
         addr: Multiaddr,
@@ -82,7 +82,7 @@ pub(super) enum Command {
 
 /// What the task is made with.
 pub(super) struct DriverParts {
-    pub commands: mpsc::Receiver<Command>,
+    pub commands: mpsc::Receiver<NodeCommand>,
     pub initial_peers: Vec<Multiaddr>,
     /// Listeners whose first address is outstanding.
     pub listeners: HashSet<ListenerId>,
@@ -107,9 +107,9 @@ pub(super) struct DriverParts {
 }
 
 /// State of the task.
-pub(super) struct Driver {
+pub(super) struct NodeDriver {
     swarm: Swarm<NodeBehaviour>,
-    commands: mpsc::Receiver<Command>,
+    commands: mpsc::Receiver<NodeCommand>,
     initial_peers: Vec<InitialPeer>,
     /// Listeners whose first address is outstanding, and who waits for them.
     listeners: HashSet<ListenerId>,
@@ -147,7 +147,7 @@ struct InitialPeer {
     lost: bool,
 }
 
-impl Driver {
+impl NodeDriver {
     pub(super) fn new(swarm: Swarm<NodeBehaviour>, parts: DriverParts) -> Self {
         let redial_at = Instant::now() + REDIAL_MIN;
         let initial_peers = parts
@@ -196,7 +196,7 @@ impl Driver {
             tokio::select! {
                 event = self.swarm.select_next_some() => self.on_event(event),
                 command = self.commands.recv() => match command {
-                    Some(Command::Shutdown { reply }) => {
+                    Some(NodeCommand::Shutdown { reply }) => {
                         self.shut_down().await;
                         drop(self.swarm);
                         _ = reply.send(());
@@ -215,28 +215,28 @@ impl Driver {
         }
     }
 
-    fn on_command(&mut self, command: Command) {
+    fn on_command(&mut self, command: NodeCommand) {
         match command {
-            Command::Open(request) => self.reach.open(&mut self.swarm, request),
-            Command::Connect { addr, reply } => self.connect(addr, reply),
-            Command::AddAddress { peer, addr } => {
+            NodeCommand::Open(request) => self.reach.open(&mut self.swarm, request),
+            NodeCommand::Connect { addr, reply } => self.connect(addr, reply),
+            NodeCommand::AddAddress { peer, addr } => {
                 self.swarm.behaviour_mut().kad.add_address(&peer, without_peer(addr));
             }
-            Command::KnownAddresses { peer, reply } => {
+            NodeCommand::KnownAddresses { peer, reply } => {
                 drop(reply.send(self.known_addresses(peer)));
             }
-            Command::ListenAddrs { reply } => {
+            NodeCommand::ListenAddrs { reply } => {
                 let listeners = self.swarm.listeners();
                 let own = listeners.filter(|addr| !is_relayed(addr)).cloned();
                 drop(reply.send(own.collect()));
             }
-            Command::ConnectedPeers { reply } => {
+            NodeCommand::ConnectedPeers { reply } => {
                 drop(reply.send(self.swarm.connected_peers().copied().collect()));
             }
-            Command::Introduction { peer, reply } => self.introduce(peer, reply),
-            Command::SetReachable { reachable } => self.set_reachable(reachable),
-            Command::Withdraw { protocols } => self.swarm.behaviour().rpc.withdraw(&protocols),
-            Command::Shutdown { .. } => {}
+            NodeCommand::Introduction { peer, reply } => self.introduce(peer, reply),
+            NodeCommand::SetReachable { reachable } => self.set_reachable(reachable),
+            NodeCommand::Withdraw { protocols } => self.swarm.behaviour().rpc.withdraw(&protocols),
+            NodeCommand::Shutdown { .. } => {}
         }
     }
 

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt, ReadHalf};
 use libp2p::PeerId;
 use resource_manager::{
-    memory::Purpose,
-    pools::{Ask, Reservation},
+    memory::MemoryPurpose,
+    pools::{MemoryAsk, Reservation},
 };
 use tokio::time::timeout;
 
@@ -25,7 +25,7 @@ const UNCOUNTED_STEP_BYTES: usize = 256 << 10;
 
 /// One request of a stream.
 #[derive(Debug)]
-pub struct Received {
+pub struct ReceivedRequest {
     pub bytes: Bytes,
     /// What counts for it; `None` if it is small or was counted before.
     pub held: Option<Reservation>,
@@ -38,11 +38,11 @@ pub struct InboundReader {
     ended: bool,
     peer: PeerId,
     limits: Arc<InboundLimits>,
-    purpose: Purpose,
+    purpose: MemoryPurpose,
     /// Whether what is to come was reserved.
     is_reserved: bool,
     /// The ask for the next frame, and what was granted for it.
-    asked: Option<Ask>,
+    asked: Option<MemoryAsk>,
     held: Option<Reservation>,
 }
 
@@ -53,7 +53,7 @@ impl InboundReader {
             ended: false,
             peer,
             limits,
-            purpose: Purpose::Unary,
+            purpose: MemoryPurpose::Unary,
             is_reserved: false,
             asked: None,
             held: None,
@@ -68,7 +68,7 @@ impl InboundReader {
     ///
     /// [`InboundError::Cancelled`] if the caller has closed the stream or is gone, others if it
     /// breaks the protocol or is too slow. The stream has no further requests then.
-    pub async fn recv(&mut self) -> Result<Option<Received>, InboundError> {
+    pub async fn recv(&mut self) -> Result<Option<ReceivedRequest>, InboundError> {
         if self.ended {
             discard(self.frames.inner_mut()).await;
             return Err(InboundError::Cancelled);
@@ -79,7 +79,7 @@ impl InboundReader {
             self.reserve_frame(announced).await;
         }
         match self.frame().await? {
-            Some(Frame::Message(bytes)) => Ok(Some(Received { bytes, held: self.held.take() })),
+            Some(Frame::Message(bytes)) => Ok(Some(ReceivedRequest { bytes, held: self.held.take() })),
             // Any control frame from a caller means end of input, whatever its text.
             Some(Frame::Control(_)) => {
                 self.held = None;
@@ -99,7 +99,7 @@ impl InboundReader {
     }
 
     /// What frames are for from now on; [`Purpose::Unary`] at first.
-    pub fn set_purpose(&mut self, purpose: Purpose) {
+    pub fn set_purpose(&mut self, purpose: MemoryPurpose) {
         if self.purpose != purpose {
             self.purpose = purpose;
             // Nothing of that frame was read.
@@ -167,13 +167,13 @@ impl InboundReader {
 }
 
 /// Frames up to this size are not counted.
-fn uncounted(purpose: Purpose) -> usize {
+fn uncounted(purpose: MemoryPurpose) -> usize {
     match purpose {
         // What was read ahead with the header is there already.
-        Purpose::Unary | Purpose::Opening | Purpose::Whole => READ_AHEAD_BYTES,
-        Purpose::Step => UNCOUNTED_STEP_BYTES,
+        MemoryPurpose::Unary | MemoryPurpose::Opening | MemoryPurpose::Whole => READ_AHEAD_BYTES,
+        MemoryPurpose::Step => UNCOUNTED_STEP_BYTES,
         // They are kept.
-        Purpose::Push | Purpose::Window | Purpose::Growth => 0,
+        MemoryPurpose::Push | MemoryPurpose::Window | MemoryPurpose::Growth => 0,
     }
 }
 

@@ -55,7 +55,7 @@ pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 pub use resource_manager::{
     addresses::{Scope, ip_of},
     circuits::RELAY_PART_OF_NETWORK,
-    memory::Purpose,
+    memory::MemoryPurpose,
     nets::Net,
     peerstore::SessionMark,
     pools::Reservation,
@@ -68,7 +68,7 @@ pub use self::{
     connections::Introduction,
     error::{CallError, InboundError, P2pError},
     frame::DEFAULT_MAX_FRAME_BYTES,
-    inbound_reader::{InboundReader, Received},
+    inbound_reader::{InboundReader, ReceivedRequest},
     limits::InboundFigures,
     node::P2p,
     serve::{Inbound, InboundStream, InboundWriter, UnaryResponder},

@@ -40,12 +40,12 @@ pub(super) struct CallUnaryRequest {
 pub(super) struct CallUnaryResponse {
     /// A Python caller ignores an answer without it and waits for its timeout.
     #[prost(oneof = "Outcome", tags = "1, 2")]
-    pub outcome: Option<Outcome>,
+    pub outcome: Option<CallOutcome>,
 }
 
 /// The two ways a call ends.
 #[derive(Clone, PartialEq, prost::Oneof)]
-pub(super) enum Outcome {
+pub(super) enum CallOutcome {
     /// The response message of the RPC.
     #[prost(bytes = "bytes", tag = "1")]
     Response(Bytes),

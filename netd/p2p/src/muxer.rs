@@ -43,14 +43,14 @@ use libp2p::{
 use parking_lot::Mutex;
 use resource_manager::{
     circuits::{Pace, Relayed},
-    memory::{FIRST_WINDOW_BYTES, Purpose},
+    memory::{FIRST_WINDOW_BYTES, MemoryPurpose},
     nets::Net,
     pools::Reservation,
     upload::{Limited, UploadLimit},
 };
 
 use super::limits::InboundLimits;
-use link::{Link, Received};
+use link::{FramedSocket, ReceivedFrame};
 use streams::Streams;
 use substream::SharedStreams;
 pub(super) use substream::Substream;
@@ -82,7 +82,7 @@ pub(super) struct Quota {
 
 impl Quota {
     fn admit(&self) -> Option<Reservation> {
-        let pools = self.limits.resources().memory().of(Purpose::Window);
+        let pools = self.limits.resources().memory().of(MemoryPurpose::Window);
         let admitted = pools.try_reserve(self.peer, self.net, FIRST_WINDOW_BYTES);
         if admitted.is_none() {
             self.limits.count(|figures| figures.too_many += 1);
@@ -97,7 +97,7 @@ impl Quota {
 
     /// Bytes by which a window may grow; `None` if there is no room.
     fn grow(&self, bytes: usize) -> Option<Reservation> {
-        self.limits.resources().memory().of(Purpose::Growth).try_reserve(self.peer, self.net, bytes)
+        self.limits.resources().memory().of(MemoryPurpose::Growth).try_reserve(self.peer, self.net, bytes)
     }
 }
 
@@ -148,7 +148,7 @@ where
 /// One connection.
 #[derive(Debug)]
 pub(super) struct Muxer<C> {
-    link: Link<C>,
+    link: FramedSocket<C>,
     streams: SharedStreams,
     quota: Option<Quota>,
     /// Streams of the peer that nobody has asked for yet.
@@ -161,7 +161,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
     fn new(socket: C, quota: Option<Quota>, is_client: bool) -> Self {
         let streams = Streams::new(is_client, Growth::new(quota.clone()), Instant::now());
         Self {
-            link: Link::new(socket),
+            link: FramedSocket::new(socket),
             streams: Arc::new(Mutex::new(streams)),
             quota,
             arrived: VecDeque::new(),
@@ -219,14 +219,14 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Muxer<C> {
     fn receive(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let (streams, arrived, quota) = (&self.streams, &mut self.arrived, &self.quota);
         self.link.poll_receive(cx, |received| match received {
-            Received::Header(header) => {
+            ReceivedFrame::Header(header) => {
                 let opened = streams.lock().begin(header)?;
                 if let Some(id) = opened {
                     admit(id, streams, quota.as_ref(), arrived);
                 }
                 Ok(())
             }
-            Received::Data(header, data, is_last) => {
+            ReceivedFrame::Data(header, data, is_last) => {
                 streams.lock().receive(header, data, is_last);
                 Ok(())
             }

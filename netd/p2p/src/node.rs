@@ -8,7 +8,7 @@ use resource_manager::{
     addresses::socket_addr,
     connection_limits::Places,
     nets::Net,
-    peerstore::{SessionMark, Standing},
+    peerstore::{SessionMark, PeerStanding},
     pools::Reservation,
 };
 use tokio::{
@@ -23,7 +23,7 @@ use super::{
     behaviour::{self, NodeBehaviour},
     config::P2pConfig,
     connections::Introduction,
-    driver::{Command, Driver, DriverParts},
+    driver::{NodeCommand, NodeDriver, DriverParts},
     error::P2pError,
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     serve::Inbound,
@@ -35,7 +35,7 @@ use crate::task;
 #[derive(Clone, Debug)]
 pub struct P2p {
     peer_id: PeerId,
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<NodeCommand>,
     pub(super) calls: Arc<Calls>,
     limits: Arc<InboundLimits>,
     relayed: watch::Receiver<Vec<Multiaddr>>,
@@ -88,7 +88,7 @@ impl P2p {
         let (reachable_sender, reachable) = watch::channel(None);
         let (forwarded_sender, forwarded) = watch::channel((!asks_router).then_some(false));
         let (reconnected_sender, reconnected) = watch::channel(0);
-        let driver = Driver::new(
+        let driver = NodeDriver::new(
             swarm,
             DriverParts {
                 commands: command_queue,
@@ -144,7 +144,7 @@ impl P2p {
     /// Whether a place is kept for connections of a peer.
     #[must_use]
     pub fn keeps_place_for(&self, peer: &PeerId) -> bool {
-        self.limits.resources().peers().standing(peer) > Standing::Stranger
+        self.limits.resources().peers().standing(peer) > PeerStanding::Stranger
     }
 
     /// Replaces the servers that are known: when places for connections run out, some are for them.
@@ -171,7 +171,7 @@ impl P2p {
     /// Where the node listens, with actual ports, one address for each interface; without `/p2p/ID`
     /// and relays. Empty after the shutdown.
     pub async fn listen_addrs(&self) -> Vec<Multiaddr> {
-        self.ask(|reply| Command::ListenAddrs { reply }).await.unwrap_or_default()
+        self.ask(|reply| NodeCommand::ListenAddrs { reply }).await.unwrap_or_default()
     }
 
     /// Connects to a peer at an address, which may end in `/p2p/ID`.
@@ -180,23 +180,23 @@ impl P2p {
     ///
     /// [`P2pError::Unreachable`], or [`P2pError::Stopped`].
     pub async fn connect(&self, addr: Multiaddr) -> Result<PeerId, P2pError> {
-        self.ask(|reply| Command::Connect { addr, reply }).await?
+        self.ask(|reply| NodeCommand::Connect { addr, reply }).await?
     }
 
     /// The peers with at least one connection. Empty after the shutdown.
     pub async fn connected_peers(&self) -> Vec<PeerId> {
-        self.ask(|reply| Command::ConnectedPeers { reply }).await.unwrap_or_default()
+        self.ask(|reply| NodeCommand::ConnectedPeers { reply }).await.unwrap_or_default()
     }
 
     /// Where a peer would be dialled: what it said of itself, what was added or found. Not all
     /// peers that a lookup can find are known. Without `/p2p/ID`.
     pub async fn known_addresses(&self, peer: PeerId) -> Vec<Multiaddr> {
-        self.ask(|reply| Command::KnownAddresses { peer, reply }).await.unwrap_or_default()
+        self.ask(|reply| NodeCommand::KnownAddresses { peer, reply }).await.unwrap_or_default()
     }
 
     /// Remembers where a peer can be dialled, until the peer itself says otherwise.
     pub async fn add_address(&self, peer: PeerId, addr: Multiaddr) {
-        drop(self.send(Command::AddAddress { peer, addr }).await);
+        drop(self.send(NodeCommand::AddAddress { peer, addr }).await);
     }
 
     /// RPCs of peers that came to nothing, by reason.
@@ -246,13 +246,13 @@ impl P2p {
     ///
     /// [`P2pError::Stopped`], also if the peer is not or no longer connected, or too many wait.
     pub async fn introduction(&self, peer: PeerId) -> Result<Introduction, P2pError> {
-        self.ask(|reply| Command::Introduction { peer, reply }).await
+        self.ask(|reply| NodeCommand::Introduction { peer, reply }).await
     }
 
     /// Says whether peers can dial this node. One that they can dial answers routing queries and
     /// may relay; one that they cannot dial only asks, and has itself relayed if it may.
     pub async fn set_reachable(&self, reachable: bool) {
-        drop(self.send(Command::SetReachable { reachable }).await);
+        drop(self.send(NodeCommand::SetReachable { reachable }).await);
     }
 
     /// Circuits through this node carry so many bytes per second from now on, all together.
@@ -262,21 +262,21 @@ impl P2p {
 
     /// Offers these protocols no more.
     pub async fn withdraw(&self, protocols: Vec<&'static str>) {
-        drop(self.send(Command::Withdraw { protocols }).await);
+        drop(self.send(NodeCommand::Withdraw { protocols }).await);
     }
 
     /// Closes all connections and ends the node. Calls fail from now on.
     pub async fn shutdown(&self) {
-        drop(self.ask(|reply| Command::Shutdown { reply }).await);
+        drop(self.ask(|reply| NodeCommand::Shutdown { reply }).await);
     }
 
-    pub(super) async fn send(&self, command: Command) -> Result<(), P2pError> {
+    pub(super) async fn send(&self, command: NodeCommand) -> Result<(), P2pError> {
         self.commands.send(command).await.map_err(|_| P2pError::Stopped)
     }
 
     async fn ask<T>(
         &self,
-        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+        command: impl FnOnce(oneshot::Sender<T>) -> NodeCommand,
     ) -> Result<T, P2pError> {
         let (reply, answer) = oneshot::channel();
         self.send(command(reply)).await?;

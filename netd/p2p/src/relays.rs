@@ -23,12 +23,12 @@ use super::limits::{MAX_RELAY_CANDIDATES, RELAY_BACKOFF_MAX, RELAY_BACKOFF_MIN, 
 #[derive(Debug, Default)]
 pub(super) struct Relays {
     wanted: bool,
-    candidates: HashMap<PeerId, Candidate>,
+    candidates: HashMap<PeerId, RelayCandidate>,
     reservations: HashMap<ListenerId, Reservation>,
 }
 
 #[derive(Debug)]
-struct Candidate {
+struct RelayCandidate {
     /// Where it was reached, without `/p2p/ID`.
     addr: Multiaddr,
     /// The shortest that was measured.
@@ -64,7 +64,7 @@ impl Relays {
                 _ => return,
             }
         }
-        let candidate = Candidate { addr, round_trip: None, failures: 0, not_before: None };
+        let candidate = RelayCandidate { addr, round_trip: None, failures: 0, not_before: None };
         self.candidates.insert(peer, candidate);
     }
 

@@ -8,7 +8,7 @@ use std::{io::ErrorKind, sync::Arc, time::Duration};
 use bytes::Bytes;
 use futures::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt, WriteHalf};
 use libp2p::PeerId;
-use resource_manager::{memory::Purpose, pools::Reservation, stall_timeout::StallTimeout};
+use resource_manager::{memory::MemoryPurpose, pools::Reservation, stall_timeout::StallTimeout};
 use tokio::{
     sync::mpsc,
     time::{Instant, timeout, timeout_at},
@@ -19,7 +19,7 @@ use super::{
     config::ProtocolKind,
     error::{CallError, InboundError},
     frame,
-    inbound_reader::{InboundReader, Received, discard},
+    inbound_reader::{InboundReader, ReceivedRequest, discard},
     limits::{
         CALLER_END_TIMEOUT, LINGER_TIMEOUT, Permit, UNARY_REQUEST_TIMEOUT, UNARY_STALL_TIMEOUT,
         WRITE_STALL_TIMEOUT,
@@ -64,7 +64,7 @@ pub(super) async fn accept(
     let rpc = match kind {
         ProtocolKind::Unary => {
             let limits = Arc::clone(permit.limits());
-            let reserve = |bytes| limits.resources().ask(Purpose::Unary, peer, bytes);
+            let reserve = |bytes| limits.resources().ask(MemoryPurpose::Unary, peer, bytes);
             let mut reader = StallTimeout::new(&mut stream, UNARY_STALL_TIMEOUT);
             let request = unary::read_request(&mut reader, reserve);
             let request = timeout(UNARY_REQUEST_TIMEOUT, request);
@@ -167,7 +167,7 @@ impl InboundStream {
     /// # Errors
     ///
     /// As there.
-    pub async fn recv(&mut self) -> Result<Option<Received>, InboundError> {
+    pub async fn recv(&mut self) -> Result<Option<ReceivedRequest>, InboundError> {
         self.reader.recv().await
     }
 

@@ -11,7 +11,7 @@ use prost::Message as _;
 
 use super::{
     error::CallError,
-    messages::{Call, CallUnaryRequest, CallUnaryResponse, Outcome, PersistentConnectionRequest},
+    messages::{Call, CallUnaryRequest, CallUnaryResponse, CallOutcome, PersistentConnectionRequest},
 };
 
 /// Largest message of a unary call, envelope included; hivemind refuses more on both sides.
@@ -48,7 +48,7 @@ impl UnaryError {
 
 /// A request as it came from a caller.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(super) struct UnaryRequest {
     pub call_id: Bytes,
     pub data: Bytes,
 }
@@ -79,8 +79,8 @@ pub(super) fn encode_response(
     outcome: Result<Bytes, String>,
 ) -> Result<Vec<u8>, CallError> {
     let outcome = match outcome {
-        Ok(data) => Outcome::Response(data),
-        Err(text) => Outcome::Error(text.into()),
+        Ok(data) => CallOutcome::Response(data),
+        Err(text) => CallOutcome::Error(text.into()),
     };
     encode(call_id, Call::Response(CallUnaryResponse { outcome: Some(outcome) }))
 }
@@ -99,7 +99,7 @@ fn encode(call_id: Bytes, call: Call) -> Result<Vec<u8>, CallError> {
 pub(super) async fn read_request<R, F, T>(
     reader: &mut R,
     reserve: impl FnOnce(usize) -> F,
-) -> Result<(Request, T), UnaryError>
+) -> Result<(UnaryRequest, T), UnaryError>
 where
     R: AsyncRead + Unpin,
     F: Future<Output = T>,
@@ -112,7 +112,7 @@ where
     }
     match message.call {
         Some(Call::Request(request)) => {
-            Ok((Request { call_id: message.call_id, data: request.data }, held))
+            Ok((UnaryRequest { call_id: message.call_id, data: request.data }, held))
         }
         _ => Err(UnaryError::Malformed("not a request")),
     }
@@ -133,10 +133,10 @@ where
         return Err(CallError::Malformed("answer to another call"));
     }
     match message.call {
-        Some(Call::Response(CallUnaryResponse { outcome: Some(Outcome::Response(data)) })) => {
+        Some(Call::Response(CallUnaryResponse { outcome: Some(CallOutcome::Response(data)) })) => {
             Ok(data)
         }
-        Some(Call::Response(CallUnaryResponse { outcome: Some(Outcome::Error(text)) })) => {
+        Some(Call::Response(CallUnaryResponse { outcome: Some(CallOutcome::Error(text)) })) => {
             Err(CallError::Remote(String::from_utf8_lossy(&text).into_owned()))
         }
         _ => Err(CallError::Malformed("not an answer")),
@@ -226,7 +226,7 @@ mod tests {
     const PROTOCOL: &str = "DHTProtocol.rpc_ping";
     const CALL_ID: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
-    async fn read_request(reader: &mut &[u8]) -> Result<Request, UnaryError> {
+    async fn read_request(reader: &mut &[u8]) -> Result<UnaryRequest, UnaryError> {
         super::read_request(reader, async |_| ()).await.map(|(request, ())| request)
     }
 

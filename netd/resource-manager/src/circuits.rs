@@ -23,7 +23,7 @@ use std::{
 use libp2p::PeerId;
 use parking_lot::Mutex;
 
-use super::upload::{Allowance, Share, UploadLimit};
+use super::upload::{Allowance, UploadShare, UploadLimit};
 
 /// What all circuits relay per second until a node is told otherwise: a quarter of 100 Mbit/s.
 pub const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;
@@ -55,7 +55,7 @@ struct Users {
     /// The limit of all circuits, made for the first one.
     limit: Option<UploadLimit>,
     /// The shares of those peers that have a circuit.
-    shares: HashMap<PeerId, Weak<Share>>,
+    shares: HashMap<PeerId, Weak<UploadShare>>,
 }
 
 impl Default for CircuitRates {
@@ -84,7 +84,7 @@ impl CircuitRates {
     }
 
     /// The limit of all circuits, and the share of `peer` in it.
-    fn of(&self, peer: PeerId) -> (UploadLimit, Arc<Share>) {
+    fn of(&self, peer: PeerId) -> (UploadLimit, Arc<UploadShare>) {
         let bytes_per_s = self.bytes_per_s.load(Ordering::Relaxed);
         let mut users = self.users.lock();
         let limit =
@@ -113,7 +113,7 @@ pub struct Relayed {
 #[derive(Debug)]
 pub enum Pace {
     /// No protocol is agreed on yet.
-    Negotiating(Relayed, Answers),
+    Negotiating(Relayed, CircuitAnswers),
     /// It is no circuit.
     Free,
     Circuit(Box<Circuit>),
@@ -151,7 +151,7 @@ impl Circuit {
 impl Pace {
     /// That of a stream whose protocol is not agreed on yet; nobody's are paced without `relayed`.
     pub fn of(relayed: Option<Relayed>) -> Pace {
-        relayed.map_or(Pace::Free, |relayed| Pace::Negotiating(relayed, Answers::default()))
+        relayed.map_or(Pace::Free, |relayed| Pace::Negotiating(relayed, CircuitAnswers::default()))
     }
 
     /// Bytes that may be read now, of `wanted`.
@@ -196,9 +196,9 @@ impl Pace {
 
 /// What this node has answered on a stream, up to the protocol.
 #[derive(Debug, Default)]
-pub struct Answers(Vec<u8>);
+pub struct CircuitAnswers(Vec<u8>);
 
-impl Answers {
+impl CircuitAnswers {
     /// Whether the circuit protocol was agreed on; `None` as long as none was.
     fn agreed(&mut self, bytes: &[u8]) -> Option<bool> {
         self.0.extend_from_slice(bytes);
@@ -249,9 +249,9 @@ mod tests {
         ];
         for (messages, wanted) in cases {
             let bytes = framed(messages);
-            assert_eq!(Answers::default().agreed(&bytes), wanted, "{messages:?}");
+            assert_eq!(CircuitAnswers::default().agreed(&bytes), wanted, "{messages:?}");
             // However it is cut.
-            let mut answers = Answers::default();
+            let mut answers = CircuitAnswers::default();
             let found = bytes.iter().map(|byte| answers.agreed(&[*byte])).find(Option::is_some);
             assert_eq!(found.flatten(), wanted, "{messages:?}");
         }

@@ -34,7 +34,7 @@ use libp2p::{
 };
 
 use super::{addresses::ip_of, nets::Net, peerstore::Peerstore};
-use counts::Counts;
+use counts::ConnectionCounts;
 pub use counts::{Places, Refused};
 
 /// Connections in total. p2pd trims its own at 512.
@@ -67,7 +67,7 @@ pub const MAX_CONNECTIONS_PER_NET: usize = 128;
 /// Refuses connections and dials that find no place.
 #[derive(Debug)]
 pub struct Behaviour {
-    counts: Counts,
+    counts: ConnectionCounts,
     peers: Arc<Peerstore>,
 }
 
@@ -75,7 +75,7 @@ impl Behaviour {
     /// `peers` knows which ones matter.
     #[must_use]
     pub fn new(peers: Arc<Peerstore>, places: Places) -> Self {
-        Self { counts: Counts::new(places), peers }
+        Self { counts: ConnectionCounts::new(places), peers }
     }
 }
 

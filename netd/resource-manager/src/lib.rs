@@ -68,10 +68,10 @@ use libp2p::PeerId;
 
 use self::{
     circuits::CircuitRates,
-    memory::{Purpose, RequestMemory},
+    memory::{MemoryPurpose, RequestMemory},
     nets::Nets,
     peerstore::Peerstore,
-    pools::Ask,
+    pools::MemoryAsk,
     streams::StreamCounts,
 };
 
@@ -99,7 +99,7 @@ impl ResourceManager {
     }
 
     /// Asks for bytes for what a peer sends.
-    pub fn ask(&self, purpose: Purpose, peer: PeerId, bytes: usize) -> Ask {
+    pub fn ask(&self, purpose: MemoryPurpose, peer: PeerId, bytes: usize) -> MemoryAsk {
         self.memory.of(purpose).ask(peer, self.nets.of(&peer), bytes)
     }
 

@@ -32,7 +32,7 @@ pub const GROWTH_BYTES: PoolBounds = PoolBounds::of(1 << 30);
 
 /// What bytes of a peer are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
+pub enum MemoryPurpose {
     /// A unary call, or a frame that stands for no more than itself.
     Unary,
     /// The first message of a session.
@@ -80,15 +80,15 @@ impl RequestMemory {
         }
     }
 
-    pub fn of(&self, purpose: Purpose) -> &Arc<Pools> {
+    pub fn of(&self, purpose: MemoryPurpose) -> &Arc<Pools> {
         match purpose {
-            Purpose::Unary => &self.unary,
-            Purpose::Opening => &self.opening,
-            Purpose::Step => &self.steps,
-            Purpose::Push => &self.pushes,
-            Purpose::Whole => &self.wholes,
-            Purpose::Window => &self.windows,
-            Purpose::Growth => &self.growth,
+            MemoryPurpose::Unary => &self.unary,
+            MemoryPurpose::Opening => &self.opening,
+            MemoryPurpose::Step => &self.steps,
+            MemoryPurpose::Push => &self.pushes,
+            MemoryPurpose::Whole => &self.wholes,
+            MemoryPurpose::Window => &self.windows,
+            MemoryPurpose::Growth => &self.growth,
         }
     }
 

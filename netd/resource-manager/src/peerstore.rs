@@ -29,7 +29,7 @@ pub const SESSION_PEER_MEMORY: Duration = Duration::from_secs(600);
 
 /// How much a connection with a peer is worth to this node, the least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Standing {
+pub enum PeerStanding {
     /// Nothing is known of the peer.
     Stranger,
     /// The peer announces that it serves blocks of the same model.
@@ -88,14 +88,14 @@ impl Peerstore {
     }
 
     /// What a peer is worth now.
-    pub fn standing(&self, peer: &PeerId) -> Standing {
+    pub fn standing(&self, peer: &PeerId) -> PeerStanding {
         let book = self.book.lock();
         if book.sessions.contains_key(peer) {
-            Standing::Session
+            PeerStanding::Session
         } else if book.servers.contains(peer) {
-            Standing::Server
+            PeerStanding::Server
         } else {
-            Standing::Stranger
+            PeerStanding::Stranger
         }
     }
 
@@ -183,19 +183,19 @@ mod tests {
     #[test]
     fn a_peer_is_known_while_it_has_a_session_and_for_a_time_after_it() {
         let (known, peer) = (Arc::<Peerstore>::default(), PeerId::random());
-        assert_eq!(known.standing(&peer), Standing::Stranger);
+        assert_eq!(known.standing(&peer), PeerStanding::Stranger);
         let first = known.session(peer, net(1));
         let second = known.session(peer, net(1));
         drop(first);
         let (now, long) = (Instant::now(), SESSION_PEER_MEMORY * 2);
         known.sweep(now + long);
-        assert_eq!(known.standing(&peer), Standing::Session, "one session is open");
+        assert_eq!(known.standing(&peer), PeerStanding::Session, "one session is open");
         drop(second);
         known.sweep(now + SESSION_PEER_MEMORY / 2);
-        assert_eq!(known.standing(&peer), Standing::Session, "it may come back");
+        assert_eq!(known.standing(&peer), PeerStanding::Session, "it may come back");
         assert!(known.has_session_in(net(1)));
         known.sweep(now + long);
-        assert_eq!(known.standing(&peer), Standing::Stranger);
+        assert_eq!(known.standing(&peer), PeerStanding::Stranger);
         assert!(!known.has_session_in(net(1)));
         assert!(known.book.lock().sessions.is_empty() && known.book.lock().nets.is_empty());
     }
@@ -208,7 +208,7 @@ mod tests {
         for peer in &peers {
             drop(known.session(*peer, net(1)));
         }
-        let is_known = |peer: &&PeerId| known.standing(peer) == Standing::Session;
+        let is_known = |peer: &&PeerId| known.standing(peer) == PeerStanding::Session;
         assert_eq!(peers.iter().filter(is_known).count(), MAX_SESSION_PEERS_PER_NET);
         assert!(is_known(&&other));
     }
@@ -222,10 +222,10 @@ mod tests {
         let marks: Vec<_> =
             (1..MAX_SESSION_PEERS).map(|_| known.session(PeerId::random(), own)).collect();
         let _mark = known.session(newcomer, own);
-        assert_eq!(known.standing(&idle), Standing::Stranger);
-        assert_eq!(known.standing(&newcomer), Standing::Session);
+        assert_eq!(known.standing(&idle), PeerStanding::Stranger);
+        assert_eq!(known.standing(&newcomer), PeerStanding::Session);
         let _more = known.session(refused, own);
-        assert_eq!(known.standing(&refused), Standing::Stranger, "all others have sessions");
+        assert_eq!(known.standing(&refused), PeerStanding::Stranger, "all others have sessions");
         assert_eq!(known.book.lock().sessions.len(), MAX_SESSION_PEERS);
         drop(marks);
     }
@@ -236,9 +236,9 @@ mod tests {
         known.set_servers([server]);
         let flood: Vec<_> = (0..2 * MAX_KNOWN_SERVERS).map(|_| PeerId::random()).collect();
         known.set_servers(flood.iter().copied().chain([server]));
-        assert_eq!(known.standing(&server), Standing::Server);
+        assert_eq!(known.standing(&server), PeerStanding::Server);
         assert_eq!(known.book.lock().servers.len(), MAX_KNOWN_SERVERS);
         known.set_servers(flood);
-        assert_eq!(known.standing(&server), Standing::Stranger, "it announces nothing any more");
+        assert_eq!(known.standing(&server), PeerStanding::Stranger, "it announces nothing any more");
     }
 }

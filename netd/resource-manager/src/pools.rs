@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 
 use super::nets::Net;
 pub use book::PoolBounds;
-use book::{Book, Claim};
+use book::{Book, MemoryClaim};
 
 /// What is reserved, and who waits. Clones of the [`Arc`] are handles of the same pools.
 #[derive(Debug)]
@@ -38,14 +38,14 @@ pub struct Pools {
 #[derive(Debug)]
 pub struct Reservation {
     pools: Arc<Pools>,
-    claim: Claim,
+    claim: MemoryClaim,
 }
 
 /// An ask for bytes, until it is granted. Dropping it gives up.
 #[derive(Debug)]
-pub struct Ask {
+pub struct MemoryAsk {
     pools: Arc<Pools>,
-    claim: Claim,
+    claim: MemoryClaim,
     ticket: u64,
     granted: oneshot::Receiver<()>,
     is_over: bool,
@@ -57,14 +57,14 @@ impl Pools {
     }
 
     /// Asks for bytes. More than a whole pool counts as the whole of it.
-    pub fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> Ask {
+    pub fn ask(self: &Arc<Self>, peer: PeerId, net: Net, bytes: usize) -> MemoryAsk {
         let (grant, granted) = oneshot::channel();
         let mut book = self.book.lock();
         let claim = book.claim(peer, net, bytes);
         let ticket = book.wait(claim, grant);
         serve(&mut book);
         drop(book);
-        Ask { pools: Arc::clone(self), claim, ticket, granted, is_over: false }
+        MemoryAsk { pools: Arc::clone(self), claim, ticket, granted, is_over: false }
     }
 
     /// Reserves now; `None` if there is no room or somebody waits for it.
@@ -104,7 +104,7 @@ fn serve(book: &mut Book<oneshot::Sender<()>>) {
     }
 }
 
-impl Future for Ask {
+impl Future for MemoryAsk {
     type Output = Reservation;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Reservation> {
@@ -116,7 +116,7 @@ impl Future for Ask {
     }
 }
 
-impl Drop for Ask {
+impl Drop for MemoryAsk {
     fn drop(&mut self) {
         if self.is_over {
             return;
@@ -134,7 +134,7 @@ impl Reservation {
     #[must_use]
     pub fn try_grow(&mut self, bytes: usize) -> bool {
         let mut book = self.pools.book.lock();
-        let more = Claim { bytes, ..self.claim };
+        let more = MemoryClaim { bytes, ..self.claim };
         let fits = book.has_room(&more);
         if fits {
             book.take(&more);
@@ -148,7 +148,7 @@ impl Reservation {
         let bytes = bytes.min(self.claim.bytes);
         self.claim.bytes -= bytes;
         let mut book = self.pools.book.lock();
-        book.give_back(&Claim { bytes, ..self.claim });
+        book.give_back(&MemoryClaim { bytes, ..self.claim });
         serve(&mut book);
     }
 }

@@ -25,15 +25,15 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-pub use pacer::Share;
+pub use pacer::UploadShare;
 use pacer::{Grant, Pacer, Ticket};
 
 /// The limit of a node; clones are the same limit.
 #[derive(Clone, Debug)]
-pub struct UploadLimit(Arc<Shared>);
+pub struct UploadLimit(Arc<UploadState>);
 
 #[derive(Debug)]
-struct Shared {
+struct UploadState {
     state: Mutex<Waiters>,
     /// Told when somebody begins to wait, and when the limit is dropped.
     changed: Arc<Notify>,
@@ -59,7 +59,7 @@ impl UploadLimit {
         let pacer = Pacer::new(bytes_per_s, saved, Instant::now());
         let state = Waiters { pacer, wakers: HashMap::new(), served: HashMap::new() };
         let changed = Arc::new(Notify::new());
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: changed.clone() });
+        let shared = Arc::new(UploadState { state: Mutex::new(state), changed: changed.clone() });
         tokio::spawn(serve(Arc::downgrade(&shared), changed));
         UploadLimit(shared)
     }
@@ -79,20 +79,20 @@ impl UploadLimit {
     }
 }
 
-impl Shared {
+impl UploadState {
     fn with<T>(&self, access: impl FnOnce(&mut Waiters) -> T) -> T {
         access(&mut self.state.lock())
     }
 }
 
-impl Drop for Shared {
+impl Drop for UploadState {
     fn drop(&mut self) {
         self.changed.notify_one();
     }
 }
 
 /// Wakes those who waited when there is something for them; sleeps otherwise.
-async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
+async fn serve(shared: Weak<UploadState>, changed: Arc<Notify>) {
     loop {
         let next = match shared.upgrade() {
             None => return,
@@ -124,7 +124,7 @@ async fn serve(shared: Weak<Shared>, changed: Arc<Notify>) {
 #[derive(Debug)]
 pub struct Allowance {
     limit: Option<UploadLimit>,
-    share: Arc<Share>,
+    share: Arc<UploadShare>,
     /// Bytes that it may send now.
     granted: usize,
     /// Its place in the queue.
@@ -138,7 +138,7 @@ impl Allowance {
     }
 
     /// Of `limit`, if there is one; all that have this share are given as much as one.
-    pub fn sharing(limit: Option<UploadLimit>, share: Arc<Share>) -> Allowance {
+    pub fn sharing(limit: Option<UploadLimit>, share: Arc<UploadShare>) -> Allowance {
         Allowance { limit, share, granted: 0, ticket: None }
     }
 

@@ -38,7 +38,7 @@ impl Patience {
 
 /// An answer of the monitor.
 #[derive(Debug, Deserialize)]
-struct Answer {
+struct MonitorAnswer {
     success: bool,
     #[serde(default)]
     message: String,
@@ -92,7 +92,7 @@ pub async fn validate(url: &str, peer_id: &str, patience: Patience) -> Result<()
     }
 }
 
-async fn ask(client: &Client, url: &str, peer_id: &str) -> Result<Answer, String> {
+async fn ask(client: &Client, url: &str, peer_id: &str) -> Result<MonitorAnswer, String> {
     let url = format!("{url}/api/v1/is_reachable/{peer_id}");
     let body = http::get(client, &url, MAX_ANSWER_BYTES).await;
     let body = body.map_err(|error| error.to_string())?;
@@ -100,7 +100,7 @@ async fn ask(client: &Client, url: &str, peer_id: &str) -> Result<Answer, String
 }
 
 /// The text of Petals.
-fn advice(answer: &Answer) -> String {
+fn advice(answer: &MonitorAnswer) -> String {
     let message: String = answer.message.chars().take(MAX_MESSAGE).collect();
     let message = escaped(&message);
     // What a stranger says goes into a command line only if it is an address.
@@ -167,7 +167,7 @@ mod tests {
                 "{message}"
             );
             assert!(message.contains("--public_ip YOUR_IP --port 31337") && message.len() < 4000);
-            let polite = Answer { success: false, message: "no".into(), your_ip: "1.2.3.4".into() };
+            let polite = MonitorAnswer { success: false, message: "no".into(), your_ip: "1.2.3.4".into() };
             assert!(advice(&polite).contains("--public_ip 1.2.3.4 --port"));
         });
     }

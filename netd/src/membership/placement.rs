@@ -115,7 +115,7 @@ pub fn should_choose_other_blocks(
     if balance_quality > 1.0 {
         return Decision::Move(MoveReason::Forced);
     }
-    let Some(mut swarm) = Swarm::read(spans, block_count, me) else {
+    let Some(mut swarm) = MovableSwarm::read(spans, block_count, me) else {
         return Decision::Stay(StayReason::RecordMissing);
     };
     let initial = swarm.weakest();
@@ -169,7 +169,7 @@ pub fn best_start_without(
 }
 
 /// A swarm whose servers can be moved.
-struct Swarm {
+struct MovableSwarm {
     throughput: Vec<f64>,
     servers: Vec<PlacedServer>,
     me: usize,
@@ -188,7 +188,7 @@ impl PlacedServer {
     }
 }
 
-impl Swarm {
+impl MovableSwarm {
     /// `None` without a usable record of `me`.
     fn read(spans: &[ServerSpan], block_count: usize, me: &str) -> Option<Self> {
         let usable = |span: &&ServerSpan| {

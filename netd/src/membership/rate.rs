@@ -29,7 +29,7 @@ mod url;
 use std::time::Duration;
 
 pub use ask::with_peers;
-pub use keep::{Outcome, Settings, keep, once};
+pub use keep::{MeasurementOutcome, MeasurementSettings, keep, once};
 use p2p::{ProtocolKind, ProtocolSpec};
 
 /// The protocol. Peers that are no Sepal servers do not know it.

@@ -80,11 +80,11 @@ pub struct CheckFigures {
 pub struct Checker {
     p2p: P2p,
     probes: Arc<Semaphore>,
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<ReachabilityState>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ReachabilityState {
     recent: HashMap<PeerId, Instant>,
     figures: CheckFigures,
 }
@@ -153,12 +153,12 @@ impl Checker {
         found.unwrap_or(false)
     }
 
-    fn with<T>(&self, access: impl FnOnce(&mut Shared) -> T) -> T {
+    fn with<T>(&self, access: impl FnOnce(&mut ReachabilityState) -> T) -> T {
         access(&mut self.shared.lock())
     }
 }
 
-impl Shared {
+impl ReachabilityState {
     /// Whether the caller may be served now; if so it is remembered.
     fn admit(&mut self, caller: PeerId, now: Instant) -> bool {
         self.recent.retain(|_, at| now.duration_since(*at) < PROBE_PERIOD);

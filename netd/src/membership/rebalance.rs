@@ -30,7 +30,7 @@ const MIN_PAUSE: Duration = Duration::from_secs(1);
 
 /// What to look at, and how often.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct BalanceSettings {
     /// Prefix of the model.
     pub prefix: String,
     /// This peer in base58.
@@ -44,7 +44,7 @@ pub struct Settings {
     pub period: Duration,
 }
 
-impl Settings {
+impl BalanceSettings {
     /// Whether a server of `length` blocks can ever move.
     #[must_use]
     pub fn moves(&self, length: usize) -> bool {
@@ -64,7 +64,7 @@ pub struct Wish {
 /// such thing; spans that would be better go to `wishes`.
 pub async fn watch(
     dht: Dht,
-    settings: Settings,
+    settings: BalanceSettings,
     mut present: watch::Receiver<Option<Span>>,
     wishes: mpsc::Sender<Wish>,
 ) {
@@ -105,7 +105,7 @@ pub async fn watch(
 /// Looks at the swarm, and decides.
 struct Watcher {
     dht: Dht,
-    settings: Settings,
+    settings: BalanceSettings,
     began: Instant,
     random: StdRng,
     rebalancer: Rebalancer,
@@ -114,14 +114,14 @@ struct Watcher {
 }
 
 /// What one look saw.
-struct View {
+struct BalanceView {
     servers: Vec<ServerSpan>,
     /// Blocks of the model.
     blocks: usize,
 }
 
 impl Watcher {
-    fn new(dht: Dht, settings: Settings) -> Watcher {
+    fn new(dht: Dht, settings: BalanceSettings) -> Watcher {
         Watcher {
             rebalancer: Rebalancer::new(settings.quality, Duration::ZERO),
             dht,
@@ -145,8 +145,8 @@ impl Watcher {
     }
 
     /// The servers of the swarm, this one with the span `present`. `None`: they cannot be read now.
-    async fn look(&mut self, present: Span) -> Option<View> {
-        let Settings { prefix, blocks, own, .. } = &self.settings;
+    async fn look(&mut self, present: Span) -> Option<BalanceView> {
+        let BalanceSettings { prefix, blocks, own, .. } = &self.settings;
         let view = match view::read(&self.dht, prefix, 0..*blocks).await {
             Ok(view) => view,
             Err(error) => {
@@ -172,12 +172,12 @@ impl Watcher {
                 left > 0 || server.peer_id == *own
             });
         }
-        Some(View { servers, blocks })
+        Some(BalanceView { servers, blocks })
     }
 
     /// Decides on a thread of its own: the simulation of a large swarm takes too long for the
     /// reactor.
-    async fn decide(mut self, view: View) -> Option<(Watcher, View, Decision)> {
+    async fn decide(mut self, view: BalanceView) -> Option<(Watcher, BalanceView, Decision)> {
         let decided = tokio::task::spawn_blocking(move || {
             let Watcher { rebalancer, settings, random, began, .. } = &mut self;
             let (servers, blocks) = (&view.servers, view.blocks);

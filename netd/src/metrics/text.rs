@@ -43,7 +43,7 @@ impl Pages {
     ) -> Pages {
         let sources = Arc::new(Sources { telemetry, service });
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(Writer(sources.clone())));
+        registry.register_collector(Box::new(MetricsWriter(sources.clone())));
         Pages { registry, sources }
     }
 
@@ -78,9 +78,9 @@ impl Sources {
 
 /// Writes the metrics of [`Sources`].
 #[derive(Debug)]
-struct Writer(Arc<Sources>);
+struct MetricsWriter(Arc<Sources>);
 
-impl Collector for Writer {
+impl Collector for MetricsWriter {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         self.0.page().families().iter().try_for_each(|family| write(family, &mut encoder))
     }

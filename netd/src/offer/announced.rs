@@ -25,12 +25,12 @@ const MOVE_PATIENCE: Duration = Duration::from_secs(20);
 /// This server's records, as long as they are kept alive.
 #[derive(Debug)]
 pub struct Announced {
-    phase: Phase,
+    phase: AnnouncedPhase,
 }
 
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one")]
-enum Phase {
+enum AnnouncedPhase {
     Joining {
         task: JoinHandle<()>,
         config: Box<AnnounceConfig>,
@@ -48,13 +48,13 @@ impl Announced {
     /// What peers are told now.
     pub fn state(&self) -> Announcement {
         match &self.phase {
-            Phase::Joining { .. } => Announcement::Joining,
-            Phase::Announcing { status, .. } => match status.borrow().state {
+            AnnouncedPhase::Joining { .. } => Announcement::Joining,
+            AnnouncedPhase::Announcing { status, .. } => match status.borrow().state {
                 ServerState::Online => Announcement::Online,
                 ServerState::Joining => Announcement::Joining,
                 ServerState::Offline => Announcement::Offline,
             },
-            Phase::Ended => Announcement::Nothing,
+            AnnouncedPhase::Ended => Announcement::Nothing,
         }
     }
 
@@ -66,7 +66,7 @@ impl Announced {
         ups: &[WorkerUp],
         cache_tokens_left: u64,
     ) {
-        if let Phase::Joining { task, .. } = &self.phase {
+        if let AnnouncedPhase::Joining { task, .. } = &self.phase {
             task.abort();
         }
         let config = AnnounceConfig { info: offer.record(ups), ..offer.config.clone() };
@@ -76,23 +76,23 @@ impl Announced {
         let (dht, p2p) = (joined.dht.clone(), joined.p2p.clone());
         let pings = pings::keep(dht, p2p, offer.neighbourhood(), status.clone());
         let pings = Some(task::spawn(pings).abort_handle());
-        self.phase = Phase::Announcing { status, announcer, pings };
+        self.phase = AnnouncedPhase::Announcing { status, announcer, pings };
     }
 
     /// Announces the same blocks in the same state with a record that has changed.
     pub fn renew(&mut self, offer: &Offer, joined: &Joined, ups: &[WorkerUp]) {
-        match std::mem::replace(&mut self.phase, Phase::Ended) {
-            Phase::Joining { task, .. } => {
+        match std::mem::replace(&mut self.phase, AnnouncedPhase::Ended) {
+            AnnouncedPhase::Joining { task, .. } => {
                 task.abort();
                 *self = offer.announce_joining(joined);
             }
-            Phase::Announcing { status, announcer, pings } => {
+            AnnouncedPhase::Announcing { status, announcer, pings } => {
                 announcer.stop();
                 let config = AnnounceConfig { info: offer.record(ups), ..offer.config.clone() };
                 let announcer = Announcer::start(joined.dht.clone(), config, status.subscribe());
-                self.phase = Phase::Announcing { status, announcer, pings };
+                self.phase = AnnouncedPhase::Announcing { status, announcer, pings };
             }
-            Phase::Ended => {}
+            AnnouncedPhase::Ended => {}
         }
     }
 
@@ -120,7 +120,7 @@ impl Announced {
         let both = common(from.span, to.span);
         announce::store_under(dht, &config, &online, &both).await;
         self.online(to, joined, ups, cache_tokens_left);
-        if let Phase::Announcing { announcer, .. } = &self.phase {
+        if let AnnouncedPhase::Announcing { announcer, .. } = &self.phase {
             let mut announced = announcer.announced();
             let there = announced.wait_for(|state| *state == Some(ServerState::Online));
             if tokio::time::timeout(MOVE_PATIENCE, there).await.is_err() {
@@ -131,29 +131,29 @@ impl Announced {
 
     /// Announces nothing more, and does not say so: what follows replaces it.
     pub fn stop(&mut self) {
-        match std::mem::replace(&mut self.phase, Phase::Ended) {
-            Phase::Announcing { announcer, pings, .. } => {
+        match std::mem::replace(&mut self.phase, AnnouncedPhase::Ended) {
+            AnnouncedPhase::Announcing { announcer, pings, .. } => {
                 pings.iter().for_each(AbortHandle::abort);
                 announcer.stop();
             }
-            Phase::Joining { task, .. } => task.abort(),
-            Phase::Ended => {}
+            AnnouncedPhase::Joining { task, .. } => task.abort(),
+            AnnouncedPhase::Ended => {}
         }
     }
 
     /// JOINING records that `task` keeps alive.
     pub(super) fn joining(task: JoinHandle<()>, config: AnnounceConfig, dht: Dht) -> Announced {
-        Announced { phase: Phase::Joining { task, config: Box::new(config), dht } }
+        Announced { phase: AnnouncedPhase::Joining { task, config: Box::new(config), dht } }
     }
 
     /// Records that nobody keeps alive.
     pub fn none() -> Announced {
-        Announced { phase: Phase::Ended }
+        Announced { phase: AnnouncedPhase::Ended }
     }
 
     /// The free cache of the next announcement.
     pub fn cache_tokens_left(&self, tokens: u64) {
-        if let Phase::Announcing { status, .. } = &self.phase {
+        if let AnnouncedPhase::Announcing { status, .. } = &self.phase {
             status.send_if_modified(|status| {
                 let changed = status.cache_tokens_left != Some(tokens);
                 status.cache_tokens_left = Some(tokens);
@@ -165,30 +165,30 @@ impl Announced {
     /// Announces OFFLINE, in the background.
     pub fn offline(&mut self) {
         match &self.phase {
-            Phase::Announcing { status, pings, .. } => {
+            AnnouncedPhase::Announcing { status, pings, .. } => {
                 // The announcer ends with the last sender of its status.
                 pings.iter().for_each(AbortHandle::abort);
                 status.send_modify(|status| status.state = ServerState::Offline);
             }
-            Phase::Joining { .. } => {
-                if let Phase::Joining { task, config, dht } =
-                    std::mem::replace(&mut self.phase, Phase::Ended)
+            AnnouncedPhase::Joining { .. } => {
+                if let AnnouncedPhase::Joining { task, config, dht } =
+                    std::mem::replace(&mut self.phase, AnnouncedPhase::Ended)
                 {
                     task.abort();
                     let (sender, receiver) = watch::channel(status(ServerState::Offline, None));
                     let announcer = Announcer::start(dht, *config, receiver);
-                    self.phase = Phase::Announcing { status: sender, announcer, pings: None };
+                    self.phase = AnnouncedPhase::Announcing { status: sender, announcer, pings: None };
                 }
             }
-            Phase::Ended => {}
+            AnnouncedPhase::Ended => {}
         }
     }
 
     /// Announces OFFLINE and waits until that is done, at most until `deadline`.
     pub async fn end(&mut self, deadline: Instant) {
         self.offline();
-        let ended = match std::mem::replace(&mut self.phase, Phase::Ended) {
-            Phase::Announcing { announcer, .. } => announcer.finished(deadline).await,
+        let ended = match std::mem::replace(&mut self.phase, AnnouncedPhase::Ended) {
+            AnnouncedPhase::Announcing { announcer, .. } => announcer.finished(deadline).await,
             _ => true,
         };
         if !ended {

@@ -13,7 +13,7 @@ use swarm::view;
 use swarm::wire::records::{ModelInfo, ServerInfo, ServerState};
 use tracing::{info, warn};
 
-use super::{Offer, Standing};
+use super::{Offer, RecordUpdate};
 use crate::fatal::Fatal;
 use crate::join::Joined;
 use crate::membership::announce::AnnounceConfig;
@@ -72,7 +72,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         limits,
         config,
         throughput: init.config.throughput,
-        standing: Standing {
+        standing: RecordUpdate {
             network: NetworkRate::known(&init.config),
             using_relay: joined.relayed_now(),
         },

@@ -15,7 +15,7 @@ use swarm::wire::messages::{Compression, Tensor};
 use swarm::wire::tensor::WireTensor;
 
 use super::compute::{Arguments, explain, read, write};
-use super::request::Request;
+use super::request::BlockRequest;
 use super::{Failure, Service, reply};
 use crate::workers::arena::SlotClass;
 use crate::workers::gradients::{Bound, OUTPUT_GRADIENT, mib};
@@ -25,7 +25,7 @@ use crate::workers::job::{Caller, Holds, INPUT, PROMPTS};
 /// tokens, hidden]`, both in block dtype.
 pub(super) async fn backward(
     service: &Service,
-    request: &Request<'_>,
+    request: &BlockRequest<'_>,
 ) -> Result<Vec<Tensor>, Failure> {
     let structure = request.metadata.args_structure.as_ref();
     let (arguments, gradient) = Arguments::of_backward(request.tensors, structure)?;
@@ -52,7 +52,7 @@ pub(super) async fn backward(
 
 async fn gradients(
     service: &Service,
-    request: &Request<'_>,
+    request: &BlockRequest<'_>,
     arguments: &Arguments,
     gradient: &WireTensor,
     caller: Caller,

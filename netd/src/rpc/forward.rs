@@ -4,12 +4,12 @@ use shared::job::WorkKind;
 use swarm::wire::messages::Tensor;
 
 use super::compute::Arguments;
-use super::request::Request;
+use super::request::BlockRequest;
 use super::{Failure, Service, reply};
 use crate::workers::job::Caller;
 
 /// Hidden states after the blocks.
-pub(super) async fn forward(service: &Service, request: &Request<'_>) -> Result<Tensor, Failure> {
+pub(super) async fn forward(service: &Service, request: &BlockRequest<'_>) -> Result<Tensor, Failure> {
     let metadata = &request.metadata;
     let kinds = reply::kinds(metadata.output_compression(1)?, 1, service.compression)?;
     let caller = Caller {

@@ -38,7 +38,7 @@ use self::copies::{Unconfirmed, is_same};
 use self::messages::Requests;
 use self::step::answer_step;
 use super::push_client::NextHop;
-use super::registry::Registered;
+use super::registry::RegisteredSession;
 use super::request::StepMessage;
 use super::resumption::Slot;
 use super::{Failure, Service};
@@ -114,7 +114,7 @@ struct Open {
     lease: Arc<Lease>,
     structure: Option<ArgsStructure>,
     caller: Caller,
-    registered: Registered,
+    registered: RegisteredSession,
     /// The service of the blocks that were left, if they are its own.
     before: Option<Arc<Service>>,
     /// Where it is kept when the stream breaks, if its client can resume it.
@@ -149,7 +149,7 @@ impl Open {
 }
 
 /// An answer that was computed, and what is counted of it.
-struct Answer {
+struct StepAnswer {
     response: ExpertResponse,
     times: JobTimes,
     /// Tokens per row; 0 if nothing was computed.
@@ -231,7 +231,7 @@ async fn contradicts(
     open: &mut Open,
     requests: &Requests,
     pushed: &StepMessage,
-    answer: &Answer,
+    answer: &StepAnswer,
 ) -> Result<bool, Failure> {
     let Some(copy) = requests.copy_of(pushed) else {
         return Ok(false);
@@ -280,9 +280,9 @@ fn ending(service: &Service) -> SessionEnd {
     }
 }
 
-impl Answer {
+impl StepAnswer {
     /// The same answer; the first of a session that can be resumed tells its secret.
-    fn telling(mut self, slot: Option<&mut Slot>) -> Answer {
+    fn telling(mut self, slot: Option<&mut Slot>) -> StepAnswer {
         if let Some(told) = slot.and_then(Slot::tell) {
             self.response.metadata = told.add_to(&self.response.metadata).into();
         }

@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use p2p::{
-    InboundError, InboundReader, InboundStream, PeerId, Purpose, Received, Reservation,
+    InboundError, InboundReader, InboundStream, PeerId, MemoryPurpose, ReceivedRequest, Reservation,
     UnaryResponder,
 };
 use prost::Message;
@@ -15,7 +15,7 @@ use swarm::wire::metadata::RequestMetadata;
 use swarm::wire::stream_parts::{self, PART_BYTES, PartAssembler, PartLimits};
 use tokio::time::timeout;
 
-use super::request::{Request, decode};
+use super::request::{BlockRequest, decode};
 use super::{Failure, Service, backward, forward};
 
 /// One of the two RPCs over whole sequences.
@@ -116,7 +116,7 @@ async fn collect(
     let mut first: Option<ExpertRequest> = None;
     let mut whole = None;
     loop {
-        let Received { bytes: frame, held } = match reader.recv().await {
+        let ReceivedRequest { bytes: frame, held } = match reader.recv().await {
             Ok(Some(received)) => received,
             Ok(None) => break,
             Err(InboundError::Cancelled) => return Ok(None),
@@ -165,7 +165,7 @@ impl Whole {
         most: usize,
     ) -> Whole {
         let reserved = expected_bytes(rpc, first).clamp(received, most.max(received));
-        reader.set_purpose(Purpose::Whole);
+        reader.set_purpose(MemoryPurpose::Whole);
         Whole { held: reader.reserve(reserved).await, reserved, received }
     }
 
@@ -206,7 +206,7 @@ async fn answer(
     let blocks = service.blocks(&request.uid)?;
     let metadata = RequestMetadata::parse(&request.metadata, rpc.name)?;
     let adapter = service.adapter(&metadata)?;
-    let request = Request { peer, blocks, tensors: &request.tensors, metadata, adapter };
+    let request = BlockRequest { peer, blocks, tensors: &request.tensors, metadata, adapter };
     let tensors = match rpc.kind {
         WorkKind::Backward => backward::backward(service, &request).await?,
         _ => vec![forward::forward(service, &request).await?],

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use p2p::{InboundError, InboundStream, PeerId, Purpose, Received, Reservation};
+use p2p::{InboundError, InboundStream, PeerId, MemoryPurpose, ReceivedRequest, Reservation};
 use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::keys;
@@ -47,7 +47,7 @@ pub async fn serve(
     stream: InboundStream,
 ) {
     let (mut reader, writer) = stream.into_split();
-    reader.set_purpose(Purpose::Push);
+    reader.set_purpose(MemoryPurpose::Push);
     loop {
         let Some(service) = current.borrow().clone() else {
             return;
@@ -83,8 +83,8 @@ fn keep(service: &Service, peer: PeerId, bytes: usize) -> Option<Reservation> {
 }
 
 /// Takes a step of a standing stream, whose tensors may be [packed](packing).
-fn take_frame(service: &Service, peer: PeerId, received: Received) -> Result<(), Failure> {
-    let Received { bytes, mut held } = received;
+fn take_frame(service: &Service, peer: PeerId, received: ReceivedRequest) -> Result<(), Failure> {
+    let ReceivedRequest { bytes, mut held } = received;
     let mut kept = bytes.len();
     let mut request = decode(bytes)?;
     let mut is_packed = false;

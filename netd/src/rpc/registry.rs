@@ -46,7 +46,7 @@ pub enum Pushed {
 
 /// One open session; it ends with this value.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegisteredSession {
     registry: Registry,
     id: Option<String>,
     pushed: mpsc::Receiver<StepMessage>,
@@ -55,7 +55,7 @@ pub struct Registered {
 impl Registry {
     /// A session over `blocks` opens. Without an id nothing can be pushed to it. `None` if another
     /// open session has the id.
-    pub fn register(&self, id: Option<&str>, blocks: &[BlockIndex]) -> Option<Registered> {
+    pub fn register(&self, id: Option<&str>, blocks: &[BlockIndex]) -> Option<RegisteredSession> {
         let (steps, pushed) = mpsc::channel(PUSHED_AHEAD);
         let mut sessions = self.sessions.lock();
         if let Some(id) = id {
@@ -66,7 +66,7 @@ impl Registry {
             sessions.by_id.insert(id.to_owned(), Addressee { blocks, steps });
         }
         sessions.open += 1;
-        Some(Registered { registry: self.clone(), id: id.map(str::to_owned), pushed })
+        Some(RegisteredSession { registry: self.clone(), id: id.map(str::to_owned), pushed })
     }
 
     /// Brings a pushed step over `blocks` to its session. One that does not arrive is dropped: the
@@ -112,7 +112,7 @@ impl Drop for Active {
     }
 }
 
-impl Registered {
+impl RegisteredSession {
     /// The next pushed step; waits for ever if the session cannot be pushed to.
     pub async fn pushed(&mut self) -> StepMessage {
         match self.pushed.recv().await {
@@ -122,7 +122,7 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for RegisteredSession {
     fn drop(&mut self) {
         let mut sessions = self.registry.sessions.lock();
         sessions.open -= 1;

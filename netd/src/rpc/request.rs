@@ -17,7 +17,7 @@ pub(crate) const MAX_FIELDS: usize = 64;
 
 /// A request whose blocks are served and whose metadata is read.
 #[derive(Debug)]
-pub(super) struct Request<'a> {
+pub(super) struct BlockRequest<'a> {
     pub peer: PeerId,
     /// The blocks in the order in which they run.
     pub blocks: Vec<BlockIndex>,

@@ -56,16 +56,16 @@ pub(super) struct Parked {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ResumptionEntry {
     peer: PeerId,
     id: String,
     secret_hash: [u8; 32],
     deadline_ns: u64,
-    standing: Standing,
+    standing: ResumptionState,
 }
 
 #[derive(Debug)]
-enum Standing {
+enum ResumptionState {
     /// Its stream is told to leave it.
     Open(Arc<Notify>),
     Parked {
@@ -76,10 +76,10 @@ enum Standing {
 
 /// All sessions that can be resumed. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Resumption(Arc<Inner>);
+pub struct Resumption(Arc<ResumptionTable>);
 
 #[derive(Debug)]
-struct Inner {
+struct ResumptionTable {
     grace: Duration,
     records: Option<SessionRecords>,
     state: Mutex<Lot>,
@@ -87,7 +87,7 @@ struct Inner {
 
 #[derive(Debug)]
 struct Lot {
-    slots: Vec<Option<Entry>>,
+    slots: Vec<Option<ResumptionEntry>>,
     figures: ResumptionFigures,
     restored: bool,
     /// Another netd is about to read the records.
@@ -109,7 +109,7 @@ impl Resumption {
         let slots = (0..SESSION_RECORDS).map(|_| None).collect();
         let figures = ResumptionFigures::default();
         let state = Lot { slots, figures, restored: false, is_handed_over: false };
-        Resumption(Arc::new(Inner { grace, records, state: Mutex::new(state) }))
+        Resumption(Arc::new(ResumptionTable { grace, records, state: Mutex::new(state) }))
     }
 
     /// Sessions that are parked now.
@@ -151,12 +151,12 @@ impl Resumption {
         let of_peer = lot.entries().filter(|(_, entry)| entry.peer == peer).count();
         let index = lot.slots.iter().position(Option::is_none);
         let index = index.filter(|_| of_peer < MAX_PER_PEER)?;
-        lot.slots[index] = Some(Entry {
+        lot.slots[index] = Some(ResumptionEntry {
             peer,
             id,
             secret_hash: hash(&secret),
             deadline_ns: monotonic_ns().saturating_add(ends),
-            standing: Standing::Open(takeover.clone()),
+            standing: ResumptionState::Open(takeover.clone()),
         });
         Some(Slot { all: self.clone(), index, secret: Some(secret) })
     }
@@ -189,7 +189,7 @@ impl Resumption {
     fn look(&self, peer: PeerId, id: &str, hash: &[u8; 32], takeover: &Arc<Notify>) -> Looked {
         let mut lot = self.lock();
         let is_it =
-            |entry: &Entry| (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash);
+            |entry: &ResumptionEntry| (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash);
         let Some(index) = lot.entries().find(|(_, entry)| is_it(entry)).map(|(at, _)| at) else {
             return Looked::Unknown;
         };
@@ -197,19 +197,19 @@ impl Resumption {
             return Looked::Unknown;
         };
         match &entry.standing {
-            Standing::Open(stream) => {
+            ResumptionState::Open(stream) => {
                 stream.notify_one();
                 Looked::NotYet
             }
             // A job of the old stream may still write.
-            Standing::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => {
+            ResumptionState::Parked { session, .. } if Arc::strong_count(&session.lease) > 1 => {
                 Looked::NotYet
             }
-            Standing::Parked { .. } => {
+            ResumptionState::Parked { .. } => {
                 let left = Duration::from_nanos(entry.deadline_ns.saturating_sub(monotonic_ns()));
                 let state =
-                    std::mem::replace(&mut entry.standing, Standing::Open(takeover.clone()));
-                let Standing::Parked { session, .. } = state else { return Looked::NotYet };
+                    std::mem::replace(&mut entry.standing, ResumptionState::Open(takeover.clone()));
+                let ResumptionState::Parked { session, .. } = state else { return Looked::NotYet };
                 lot.figures.resumed += 1;
                 let slot = Slot { all: self.clone(), index, secret: None };
                 Looked::Found(Box::new((slot, *session, left)))
@@ -221,7 +221,7 @@ impl Resumption {
     pub fn sweep(&self, someone_waits: bool) {
         let now = Instant::now();
         let lot = self.lock();
-        let is_over = |entry: &Entry| {
+        let is_over = |entry: &ResumptionEntry| {
             entry.since().is_some_and(|since| since + self.0.grace <= now)
                 || (entry.since().is_some() && entry.deadline_ns <= monotonic_ns())
         };
@@ -301,7 +301,7 @@ impl Resumption {
     }
 
     /// The session behind a record, if everything in it fits to what is here now.
-    fn revive(&self, service: &Service, record: Record) -> Option<Entry> {
+    fn revive(&self, service: &Service, record: Record) -> Option<ResumptionEntry> {
         let Record { peer, id, secret_hash, blocks, deadline_ns, .. } = record;
         let rows = u32::try_from(record.rows.len()).ok().filter(|rows| *rows <= MAX_ROWS)?;
         let is_known = |adapter: u32| (adapter as usize) < service.facts.adapters.len();
@@ -329,8 +329,8 @@ impl Resumption {
         session.last_step = record.last_step;
         let (lease, workers) = (Arc::new(lease), service.workers.clone());
         let session = Box::new(Parked { session, lease, workers });
-        let standing = Standing::Parked { since: Instant::now(), session };
-        Some(Entry { peer, id, secret_hash, deadline_ns, standing })
+        let standing = ResumptionState::Parked { since: Instant::now(), session };
+        Some(ResumptionEntry { peer, id, secret_hash, deadline_ns, standing })
     }
 
     fn lock(&self) -> MutexGuard<'_, Lot> {
@@ -345,17 +345,17 @@ enum Looked {
 }
 
 impl Lot {
-    fn entries(&self) -> impl Iterator<Item = (usize, &Entry)> {
+    fn entries(&self) -> impl Iterator<Item = (usize, &ResumptionEntry)> {
         self.slots.iter().enumerate().filter_map(|(at, entry)| Some((at, entry.as_ref()?)))
     }
 }
 
-impl Entry {
+impl ResumptionEntry {
     /// Since when it is parked.
     fn since(&self) -> Option<Instant> {
         match self.standing {
-            Standing::Open(_) => None,
-            Standing::Parked { since, .. } => Some(since),
+            ResumptionState::Open(_) => None,
+            ResumptionState::Parked { since, .. } => Some(since),
         }
     }
 }
@@ -413,7 +413,7 @@ impl Slot {
         let session = Box::new(Parked { session, lease, workers });
         let mut lot = self.all.lock();
         if let Some(Some(entry)) = lot.slots.get_mut(self.index) {
-            entry.standing = Standing::Parked { since: Instant::now(), session };
+            entry.standing = ResumptionState::Parked { since: Instant::now(), session };
         }
     }
 }

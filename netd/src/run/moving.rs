@@ -27,7 +27,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::Daemon;
-use crate::control::Outbox;
+use crate::control::NetdOutbox;
 use crate::membership::rebalance::{Wish, opens_hole, without};
 use crate::offer::{Announced, Offer};
 use crate::rpc::Service;
@@ -46,7 +46,7 @@ const IN_PLACE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// What the background work of a move reports.
 #[derive(Debug)]
-pub(super) enum Progress {
+pub(super) enum MoveProgress {
     /// Whether the move to this span is still harmless.
     Looked(Span, bool),
     /// The new place is announced.
@@ -122,7 +122,7 @@ impl Daemon {
     }
 
     /// The swarm needs this server at `to`.
-    pub(super) async fn wish(&mut self, Wish { to, patience }: Wish, outbox: &Outbox) {
+    pub(super) async fn wish(&mut self, Wish { to, patience }: Wish, outbox: &NetdOutbox) {
         if self.present.borrow().is_none() || to == self.offer.span {
             return;
         }
@@ -220,14 +220,14 @@ impl Daemon {
                 _ => true,
             };
             // Nobody listens when the daemon has ended.
-            let _ = progress.send(Progress::Looked(to, harmless)).await;
+            let _ = progress.send(MoveProgress::Looked(to, harmless)).await;
         });
     }
 
     /// Background work of a move is done.
-    pub(super) async fn progressed(&mut self, progress: Progress, outbox: &Outbox) {
+    pub(super) async fn progressed(&mut self, progress: MoveProgress, outbox: &NetdOutbox) {
         match progress {
-            Progress::Looked(to, harmless) => {
+            MoveProgress::Looked(to, harmless) => {
                 let Some(coming) = self.coming.as_ref().filter(|c| c.offer.span == to) else {
                     return;
                 };
@@ -240,15 +240,15 @@ impl Daemon {
                     self.move_failed(to, "it would leave blocks without a server");
                 }
             }
-            Progress::Announced(to, announced) => {
+            MoveProgress::Announced(to, announced) => {
                 self.announced = *announced;
                 self.switching = false;
                 self.hold_off = HoldOff::default();
                 info!(span = %to, "moved");
                 outbox.send(FromNetd::Moved(to)).await;
             }
-            Progress::Network(rate) => self.network_measured(rate, outbox).await,
-            Progress::Monitored(result) => self.monitored(result, outbox).await,
+            MoveProgress::Network(rate) => self.network_measured(rate, outbox).await,
+            MoveProgress::Monitored(result) => self.monitored(result, outbox).await,
         }
     }
 
@@ -318,14 +318,14 @@ impl Daemon {
         let progress = self.progress.clone();
         task::spawn(async move {
             announced.move_to(&from, &to, &joined, &ups, left).await;
-            let done = Progress::Announced(to.span, Box::new(announced));
+            let done = MoveProgress::Announced(to.span, Box::new(announced));
             let _ = progress.send(done).await;
         });
         self.show_present();
     }
 
     /// Looks whether the blocks that were left can go.
-    pub(super) async fn look_at_leaving(&mut self, outbox: &Outbox) {
+    pub(super) async fn look_at_leaving(&mut self, outbox: &NetdOutbox) {
         let Some(leaving) = self.leaving.as_mut().filter(|leaving| !leaving.vacated) else {
             return;
         };
@@ -353,7 +353,7 @@ impl Daemon {
 
     /// The operator wants the devices: goes OFFLINE, refuses new sessions, and gives those that are
     /// open `patience`.
-    pub(super) async fn pause(&mut self, patience: Duration, outbox: &Outbox) {
+    pub(super) async fn pause(&mut self, patience: Duration, outbox: &NetdOutbox) {
         self.is_paused = true;
         self.announced.offline();
         let next = Arc::new(self.workers.beside());
@@ -411,7 +411,7 @@ impl Daemon {
         while self.switching {
             let next = tokio::time::timeout(super::FAREWELL, self.progressed.recv()).await;
             match next {
-                Ok(Some(Progress::Announced(_, announced))) => {
+                Ok(Some(MoveProgress::Announced(_, announced))) => {
                     self.announced = *announced;
                     self.switching = false;
                 }

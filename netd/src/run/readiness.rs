@@ -14,17 +14,17 @@ use p2p::P2p;
 use p2p::task;
 use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
-use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
 use swarm::dht::driver::Dht;
 use tokio::time::{Instant, timeout};
 use tracing::info;
 
-use super::moving::Progress;
+use super::moving::MoveProgress;
 use super::{Daemon, Fatal};
-use crate::control::Outbox;
+use crate::control::NetdOutbox;
 use crate::join;
 use crate::membership::{monitor, rate};
-use crate::offer::{Offer, Standing};
+use crate::offer::{Offer, RecordUpdate};
 
 /// Time between two announcements for the sake of what is told here. Tests wait for it.
 const RENEW_PERIOD: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
@@ -79,13 +79,13 @@ impl Readiness {
 }
 
 /// What a dry run measures: it waits for another server that measures, and not for peers to come.
-async fn measured_at_once(settings: &rate::Settings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
+async fn measured_at_once(settings: &rate::MeasurementSettings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
     let attempts = async {
         loop {
             match rate::once(settings, p2p, dht).await {
-                rate::Outcome::Rate(rate) => break Some(rate),
-                rate::Outcome::Nobody => break None,
-                rate::Outcome::Busy => tokio::time::sleep(DRY_RUN_PAUSE).await,
+                rate::MeasurementOutcome::Rate(rate) => break Some(rate),
+                rate::MeasurementOutcome::Nobody => break None,
+                rate::MeasurementOutcome::Busy => tokio::time::sleep(DRY_RUN_PAUSE).await,
             }
         }
     };
@@ -114,14 +114,14 @@ impl Daemon {
             task::spawn(async move {
                 let result = monitor::validate(&url, &peer_id, PATIENCE).await;
                 // Nobody listens when the daemon has ended.
-                let _ = progress.send(Progress::Monitored(result)).await;
+                let _ = progress.send(MoveProgress::Monitored(result)).await;
             });
         }
         false
     }
 
     /// The monitor has spoken.
-    pub(super) async fn monitored(&mut self, result: Result<(), String>, outbox: &Outbox) {
+    pub(super) async fn monitored(&mut self, result: Result<(), String>, outbox: &NetdOutbox) {
         self.readiness.check = Check::Done;
         if let Err(message) = result {
             self.fatal = Some(Fatal::bad_config(message));
@@ -142,7 +142,7 @@ impl Daemon {
             return;
         }
         self.readiness.measuring = true;
-        let mut settings = rate::Settings {
+        let mut settings = rate::MeasurementSettings {
             file: config.rates_dir.as_deref().map(RateFile::new),
             service: config.network_test.clone(),
             take_kept: config.throughput == Throughput::Measure,
@@ -156,7 +156,7 @@ impl Daemon {
                     false => measured_at_once(&settings, &p2p, &dht).await,
                 };
                 // Nobody listens when the daemon has ended.
-                let _ = progress.send(Progress::Network(rate)).await;
+                let _ = progress.send(MoveProgress::Network(rate)).await;
             });
         } else if !is_given {
             let service = self.online.subscribe();
@@ -167,7 +167,7 @@ impl Daemon {
                 };
                 loop {
                     let rate = rate::keep(&settings, &p2p, &dht, &is_idle).await;
-                    if progress.send(Progress::Network(Some(rate))).await.is_err() {
+                    if progress.send(MoveProgress::Network(Some(rate))).await.is_err() {
                         return;
                     }
                     settings.take_kept = true;
@@ -178,9 +178,9 @@ impl Daemon {
     }
 
     /// The network's rate is known, or nobody can be asked.
-    pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &Outbox) {
+    pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &NetdOutbox) {
         if let Some(rate) = rate {
-            let network = NetworkRate::of(None, Some(rate), &Link::of_system());
+            let network = NetworkRate::of(None, Some(rate), &NetworkLink::of_system());
             if network != self.readiness.network {
                 info!(mbps = network.mbps(), source = %network.source, "network rate");
             }
@@ -195,8 +195,8 @@ impl Daemon {
         }
     }
 
-    fn standing_now(&self) -> Standing {
-        Standing { network: self.readiness.network, using_relay: self.joined.relayed_now() }
+    fn standing_now(&self) -> RecordUpdate {
+        RecordUpdate { network: self.readiness.network, using_relay: self.joined.relayed_now() }
     }
 
     /// Announces again if something has changed that the record tells.

@@ -77,7 +77,7 @@ impl Supervisor {
         folder: tempfile::TempDir,
         config: NetdConfig,
         change: impl FnOnce(&mut NetdInit),
-        run: impl FnOnce(Inbox, Outbox) -> JoinHandle<Stop>,
+        run: impl FnOnce(Inbox, NetdOutbox) -> JoinHandle<Stop>,
     ) -> Supervisor {
         let board = Board::create("test", 0).unwrap();
         let mut init = NetdInit {
@@ -103,7 +103,7 @@ impl Supervisor {
         let fds = [arena.try_clone(), board.try_clone(), sessions.try_clone()];
         let fds = fds.map(Result::unwrap).into();
         to.try_send(FromSupervisor { message: ToNetd::Init(Box::new(init)), fds }).unwrap();
-        let netd = run(inbox, Outbox::of(outbox));
+        let netd = run(inbox, NetdOutbox::of(outbox));
         let memory = Arc::default();
         Supervisor { board, arena, memory, folder, to, from, netd, workers: Vec::new() }
     }

@@ -19,8 +19,8 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use self::holders::Holders;
-use super::giving_way::Claim;
-use super::pool::{Grant, KvRequest, Refusal};
+use super::giving_way::KvClaim;
+use super::pool::{Grant, KvRequest, PoolRefusal};
 use super::queue::{Admission, Granted, Ticket, WaitQueue};
 
 /// How often one that waits looks whether claims of others have run out
@@ -30,11 +30,11 @@ const LOOK_AGAIN: Duration = Duration::from_secs(5);
 /// The KV memory of this server. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct KvMemory {
-    inner: Arc<Inner>,
+    inner: Arc<AdmissionTables>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct AdmissionTables {
     state: Mutex<AdmissionState>,
     /// Bytes of keys and values of one token in one block, for the texts that name bytes.
     token_bytes: u64,
@@ -54,7 +54,7 @@ pub struct Lease {
     peer: PeerId,
     number: u64,
     grant: Option<Grant>,
-    memory: Arc<Inner>,
+    memory: Arc<AdmissionTables>,
 }
 
 impl Lease {
@@ -138,7 +138,7 @@ pub enum NoMemory {
     Pressure,
     /// A block that is not here, or twice.
     #[error("{0}")]
-    BadBlock(Refusal),
+    BadBlock(PoolRefusal),
 }
 
 /// Sessions that had to wait for memory so far.
@@ -159,7 +159,7 @@ impl KvMemory {
             waits: KvWaits::default(),
             holders: Holders::default(),
         });
-        KvMemory { inner: Arc::new(Inner { state, token_bytes }) }
+        KvMemory { inner: Arc::new(AdmissionTables { state, token_bytes }) }
     }
 
     /// While the machine is short of memory: refuses new sessions, and leaves in the queue those that
@@ -233,7 +233,7 @@ impl KvMemory {
         let mut state = self.inner.state.lock();
         let (pool, net_of) = (state.queue.pool(), state.queue.net_of().clone());
         let (missing, budget) = (pool.missing(request), pool.budget());
-        let claim = Claim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
+        let claim = KvClaim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
         missing > 0
             && state.holders.make_room(claim, budget, |peer| net_of.net(peer), Instant::now())
     }
@@ -247,7 +247,7 @@ impl KvMemory {
         peer: PeerId,
         request: &KvRequest,
         pages: &[PageId],
-    ) -> Result<Lease, Refusal> {
+    ) -> Result<Lease, PoolRefusal> {
         let grant = self.inner.state.lock().queue.retake(peer, request, pages)?;
         Ok(self.lease(peer, grant))
     }
@@ -274,18 +274,18 @@ impl KvMemory {
         self.inner.lease(&mut self.inner.state.lock(), peer, grant)
     }
 
-    fn no_memory(&self, bytes: u64, refusal: Refusal) -> NoMemory {
+    fn no_memory(&self, bytes: u64, refusal: PoolRefusal) -> NoMemory {
         match refusal {
-            Refusal::Never { most, .. } => {
+            PoolRefusal::Never { most, .. } => {
                 NoMemory::TooLarge { bytes, most: most.saturating_mul(self.inner.token_bytes) }
             }
-            Refusal::NotNow { .. } => NoMemory::Immediately { bytes },
-            Refusal::OverShare { held, most, .. } => NoMemory::OverShare {
+            PoolRefusal::NotNow { .. } => NoMemory::Immediately { bytes },
+            PoolRefusal::OverShare { held, most, .. } => NoMemory::OverShare {
                 bytes,
                 held: held.saturating_mul(self.inner.token_bytes),
                 most: most.saturating_mul(self.inner.token_bytes),
             },
-            Refusal::BadBlock(_) => NoMemory::BadBlock(refusal),
+            PoolRefusal::BadBlock(_) => NoMemory::BadBlock(refusal),
         }
     }
 }
@@ -294,7 +294,7 @@ impl KvMemory {
 struct QueueEntry<'a> {
     ticket: Ticket,
     since: Instant,
-    memory: &'a Arc<Inner>,
+    memory: &'a Arc<AdmissionTables>,
 }
 
 impl Drop for QueueEntry<'_> {
@@ -310,7 +310,7 @@ impl Drop for QueueEntry<'_> {
     }
 }
 
-impl Inner {
+impl AdmissionTables {
     fn lease(self: &Arc<Self>, state: &mut AdmissionState, peer: PeerId, grant: Grant) -> Lease {
         let number = state.holders.enter(peer, grant.token_blocks());
         Lease { peer, number, grant: Some(grant), memory: self.clone() }

@@ -24,7 +24,7 @@ struct Waiting {
 }
 
 #[derive(Debug, Default)]
-struct Line {
+struct PeerLine {
     /// Virtual time at which what was granted is paid for.
     clock: u64,
     waiting: Vec<Waiting>,
@@ -33,7 +33,7 @@ struct Line {
 /// Requests that wait, by peer. The number of them is bounded by the streams that they come in.
 #[derive(Debug)]
 pub struct FairQueue<P> {
-    lines: HashMap<P, Line>,
+    lines: HashMap<P, PeerLine>,
     now: u64,
     tickets: u64,
 }

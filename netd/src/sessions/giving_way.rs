@@ -35,7 +35,7 @@ pub struct Holding {
 
 /// A request that was not granted for lack of memory.
 #[derive(Clone, Copy, Debug)]
-pub struct Claim {
+pub struct KvClaim {
     /// Where its peer is connected from.
     pub net: Net,
     pub peer: PeerId,
@@ -47,7 +47,7 @@ pub struct Claim {
 
 /// The places in `holdings` of the sessions that must end for `claim`, out of a budget of
 /// token-blocks; none if that is not enough.
-pub fn choose(holdings: &[Holding], claim: &Claim, budget: u64) -> Vec<usize> {
+pub fn choose(holdings: &[Holding], claim: &KvClaim, budget: u64) -> Vec<usize> {
     let mut accounts = Accounts::of(holdings, claim, budget);
     let is_silent = |at: &usize| holdings[*at].silent >= MAX_SILENCE && holdings[*at].held > 0;
     let mut candidates: Vec<usize> = (0..holdings.len()).filter(is_silent).collect();
@@ -77,7 +77,7 @@ struct Accounts {
 }
 
 impl Accounts {
-    fn of(holdings: &[Holding], claim: &Claim, budget: u64) -> Accounts {
+    fn of(holdings: &[Holding], claim: &KvClaim, budget: u64) -> Accounts {
         let mut nets = HashMap::from([(claim.net, 0)]);
         let mut peers = HashMap::from([(claim.peer, 0)]);
         let mut neighbours = HashMap::from([(claim.peer, 0)]);
@@ -95,7 +95,7 @@ impl Accounts {
 
     /// Whether the side of `holding` holds more than its share, and at least what that of `claim`
     /// would hold.
-    fn must_give(&self, holding: &Holding, claim: &Claim) -> bool {
+    fn must_give(&self, holding: &Holding, claim: &KvClaim) -> bool {
         let (held, own, share) = match holding.net == claim.net {
             false => (get(&self.nets, holding.net), get(&self.nets, claim.net), self.net_share),
             true => (get(&self.peers, holding.peer), get(&self.peers, claim.peer), self.peer_share),
@@ -133,8 +133,8 @@ mod tests {
         Holding { net, peer, held, silent: Duration::from_secs(seconds) }
     }
 
-    fn claim(net: Net, asked: u64, missing: u64) -> Claim {
-        Claim { net, peer: PeerId::random(), asked, missing }
+    fn claim(net: Net, asked: u64, missing: u64) -> KvClaim {
+        KvClaim { net, peer: PeerId::random(), asked, missing }
     }
 
     #[test]
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(choose(&held, &claim(net(1), 200, 200), BUDGET), [9, 8], "in its net");
         assert_eq!(choose(&held, &claim(net(2), 500, 500), BUDGET).len(), 5);
         assert!(choose(&held, &claim(net(2), 501, 501), BUDGET).is_empty(), "over its own share");
-        let own = Claim { peer: hoarder, ..claim(net(1), 100, 100) };
+        let own = KvClaim { peer: hoarder, ..claim(net(1), 100, 100) };
         assert!(choose(&held, &own, BUDGET).is_empty(), "its own");
     }
 

@@ -67,7 +67,7 @@ impl Grant {
 
 /// Why memory was not granted. Numbers are token-blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum PoolRefusal {
     /// More than the whole pool holds: waiting cannot help.
     #[error("{asked} token-blocks are more than the {most} of the whole cache")]
     Never {
@@ -149,11 +149,11 @@ impl Pool {
     ///
     /// # Errors
     /// [`Refusal::Never`] and [`Refusal::BadBlock`].
-    pub fn check(&self, request: &KvRequest) -> Result<Vec<usize>, Refusal> {
+    pub fn check(&self, request: &KvRequest) -> Result<Vec<usize>, PoolRefusal> {
         let blocks = self.locals(&request.blocks)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
         if asked > self.budget || pages > u64::from(self.pages) {
-            return Err(Refusal::Never { asked, most: self.most(request) });
+            return Err(PoolRefusal::Never { asked, most: self.most(request) });
         }
         Ok(blocks)
     }
@@ -162,10 +162,10 @@ impl Pool {
     ///
     /// # Errors
     /// [`Refusal`]; nothing is taken then.
-    pub fn take(&mut self, request: &KvRequest) -> Result<Grant, Refusal> {
+    pub fn take(&mut self, request: &KvRequest) -> Result<Grant, PoolRefusal> {
         let blocks = self.check(request)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
-        let refused = Refusal::NotNow { asked, free: self.free() };
+        let refused = PoolRefusal::NotNow { asked, free: self.free() };
         if asked > self.free() {
             return Err(refused);
         }
@@ -195,7 +195,7 @@ impl Pool {
     /// # Errors
     /// [`Refusal::NotNow`] when they are not as many as `request` takes, not ascending, beyond the
     /// pool or in use, and as [`Self::take`]; nothing is taken then.
-    pub fn retake(&mut self, request: &KvRequest, pages: &[PageId]) -> Result<Grant, Refusal> {
+    pub fn retake(&mut self, request: &KvRequest, pages: &[PageId]) -> Result<Grant, PoolRefusal> {
         let blocks = self.check(request)?;
         let asked = request.token_blocks();
         let is_ascending = pages.is_sorted_by(|one, next| one < next);
@@ -205,7 +205,7 @@ impl Pool {
             blocks.iter().all(|&b| self.in_use[b][page.0 as usize / 64] >> (page.0 % 64) & 1 == 0)
         };
         if !(fits && is_ascending && is_inside && pages.iter().all(is_free)) {
-            return Err(Refusal::NotNow { asked, free: self.free() });
+            return Err(PoolRefusal::NotNow { asked, free: self.free() });
         }
         for &block in &blocks {
             pages.iter().for_each(|page| set(&mut self.in_use[block], *page));
@@ -222,11 +222,11 @@ impl Pool {
         self.used -= grant.token_blocks;
     }
 
-    fn locals(&self, blocks: &[BlockIndex]) -> Result<Vec<usize>, Refusal> {
+    fn locals(&self, blocks: &[BlockIndex]) -> Result<Vec<usize>, PoolRefusal> {
         let mut seen = vec![false; self.span.block_count()];
         let local = |&block: &BlockIndex| {
             let local = self.span.local(block).filter(|&l| !std::mem::replace(&mut seen[l], true));
-            local.ok_or(Refusal::BadBlock(block))
+            local.ok_or(PoolRefusal::BadBlock(block))
         };
         blocks.iter().map(local).collect()
     }
@@ -304,12 +304,12 @@ mod tests {
     fn budget_and_pages_are_both_checked() {
         let mut pool = Pool::new(span(), 10, 100);
         let refused = pool.take(&request(2..6, 1, 101)).unwrap_err();
-        assert_eq!(refused, Refusal::Never { asked: 404, most: 400 });
+        assert_eq!(refused, PoolRefusal::Never { asked: 404, most: 400 });
         // 11 rows of one token fit the budget but not the pages.
-        assert!(matches!(pool.take(&request(2..3, 11, 1)), Err(Refusal::Never { .. })));
+        assert!(matches!(pool.take(&request(2..3, 11, 1)), Err(PoolRefusal::Never { .. })));
         let held = pool.take(&request(2..6, 4, 1)).unwrap();
         let refused = pool.take(&request(2..6, 2, 1)).unwrap_err();
-        assert_eq!(refused, Refusal::NotNow { asked: 8, free: 384 });
+        assert_eq!(refused, PoolRefusal::NotNow { asked: 8, free: 384 });
         pool.give_back(held);
         assert!(pool.take(&request(2..6, 2, 1)).is_ok());
     }
@@ -320,7 +320,7 @@ mod tests {
         for blocks in [vec![6], vec![1], vec![2, 3, 2]] {
             let blocks = blocks.into_iter().map(BlockIndex).collect();
             let refused = pool.take(&KvRequest { blocks, rows: 1, max_length: 1 });
-            assert!(matches!(refused, Err(Refusal::BadBlock(_))));
+            assert!(matches!(refused, Err(PoolRefusal::BadBlock(_))));
         }
     }
 

@@ -16,7 +16,7 @@ use p2p::PeerId;
 use shared::ids::PageId;
 use tokio::time::Instant;
 
-use super::pool::{Grant, KvRequest, Pool, Refusal};
+use super::pool::{Grant, KvRequest, Pool, PoolRefusal};
 use super::shares::{Moment, NetOf, Over, Shares};
 
 /// How often one waiting request may be passed.
@@ -30,14 +30,14 @@ pub const MAX_WAITING: usize = 256;
 pub struct Ticket(u64);
 
 #[derive(Debug)]
-struct Waiting {
+struct QueuedSession {
     ticket: Ticket,
     peer: PeerId,
     request: KvRequest,
     overtaken: u32,
 }
 
-impl Waiting {
+impl QueuedSession {
     /// Whether nobody may pass it any more.
     fn holds_up(&self, moment: &Moment<'_>) -> bool {
         let asked = self.request.token_blocks();
@@ -51,7 +51,7 @@ pub struct WaitQueue {
     pool: Pool,
     net_of: NetOf,
     shares: Shares,
-    waiting: Vec<Waiting>,
+    waiting: Vec<QueuedSession>,
     tickets: u64,
     /// Whether those that wait are granted nothing.
     is_closed: bool,
@@ -119,10 +119,10 @@ impl WaitQueue {
         peer: PeerId,
         request: &KvRequest,
         now: Instant,
-    ) -> Result<Grant, Refusal> {
+    ) -> Result<Grant, PoolRefusal> {
         let asked = request.token_blocks();
         let taken = self.take(peer, request, now);
-        if let Err(Refusal::NotNow { .. } | Refusal::OverShare { .. }) = taken {
+        if let Err(PoolRefusal::NotNow { .. } | PoolRefusal::OverShare { .. }) = taken {
             self.shares.refused(peer, asked, now);
         }
         taken
@@ -138,19 +138,19 @@ impl WaitQueue {
         peer: PeerId,
         request: KvRequest,
         now: Instant,
-    ) -> Result<Admission, Refusal> {
+    ) -> Result<Admission, PoolRefusal> {
         let refused = match self.take(peer, &request, now) {
             Ok(grant) => return Ok(Admission::Granted(grant)),
             Err(refused) => refused,
         };
-        let may_wait = matches!(refused, Refusal::NotNow { .. } | Refusal::OverShare { .. });
+        let may_wait = matches!(refused, PoolRefusal::NotNow { .. } | PoolRefusal::OverShare { .. });
         if !may_wait || self.waiting.len() >= MAX_WAITING {
             return Err(refused);
         }
         self.tickets += 1;
         let ticket = Ticket(self.tickets);
         self.shares.waits(peer, request.token_blocks());
-        self.waiting.push(Waiting { ticket, peer, request, overtaken: 0 });
+        self.waiting.push(QueuedSession { ticket, peer, request, overtaken: 0 });
         Ok(Admission::Queued(ticket))
     }
 
@@ -164,7 +164,7 @@ impl WaitQueue {
         peer: PeerId,
         request: &KvRequest,
         pages: &[PageId],
-    ) -> Result<Grant, Refusal> {
+    ) -> Result<Grant, PoolRefusal> {
         let grant = self.pool.retake(request, pages)?;
         self.shares.granted(peer, grant.token_blocks());
         Ok(grant)
@@ -220,19 +220,19 @@ impl WaitQueue {
         granted
     }
 
-    fn take(&mut self, peer: PeerId, request: &KvRequest, now: Instant) -> Result<Grant, Refusal> {
+    fn take(&mut self, peer: PeerId, request: &KvRequest, now: Instant) -> Result<Grant, PoolRefusal> {
         self.pool.check(request)?;
         let asked = request.token_blocks();
         let allowed = self.shares.at(now, Some(peer)).may_take(peer, asked);
         match allowed {
-            Err(Over::Cap(most)) => return Err(Refusal::Never { asked, most }),
+            Err(Over::Cap(most)) => return Err(PoolRefusal::Never { asked, most }),
             Err(Over::Share(held, most)) => {
-                return Err(Refusal::OverShare { asked, held, most });
+                return Err(PoolRefusal::OverShare { asked, held, most });
             }
             Ok(()) => {}
         }
         if self.held_up(self.waiting.len(), now) {
-            return Err(Refusal::NotNow { asked, free: self.pool.free() });
+            return Err(PoolRefusal::NotNow { asked, free: self.pool.free() });
         }
         let grant = self.pool.take(request)?;
         self.shares.granted(peer, asked);
@@ -281,7 +281,7 @@ mod tests {
     }
 
     impl Rig {
-        fn take(&mut self, peer: PeerId, tokens: u32) -> Result<Grant, Refusal> {
+        fn take(&mut self, peer: PeerId, tokens: u32) -> Result<Grant, PoolRefusal> {
             self.queue.take_now(peer, &request(tokens), self.now)
         }
 
@@ -335,7 +335,7 @@ mod tests {
         let large = rig.wait(PeerId::random(), 512);
         rig.small_ones_pass(MAX_OVERTAKEN);
         let refused = rig.take(PeerId::random(), 1);
-        assert!(matches!(refused, Err(Refusal::NotNow { .. })));
+        assert!(matches!(refused, Err(PoolRefusal::NotNow { .. })));
         let behind = rig.wait(PeerId::random(), 1);
         assert_eq!(rig.give_back(held), [large, behind]);
     }
@@ -356,7 +356,7 @@ mod tests {
         let mut rig = rig();
         let one = PeerId::random();
         let asked = rig.queue.take_or_wait(one, request(1025), rig.now);
-        assert!(matches!(asked, Err(Refusal::Never { .. })));
+        assert!(matches!(asked, Err(PoolRefusal::Never { .. })));
         let _held = rig.take(one, 1024).unwrap();
         for _ in 0..MAX_WAITING {
             rig.wait(PeerId::random(), 1);
@@ -365,7 +365,7 @@ mod tests {
         assert!(asked.is_err());
         // Also beyond any share.
         let asked = rig.queue.take_or_wait(one, request(1025), rig.now);
-        assert!(matches!(asked, Err(Refusal::Never { .. })));
+        assert!(matches!(asked, Err(PoolRefusal::Never { .. })));
     }
 
     #[test]
@@ -377,7 +377,7 @@ mod tests {
         let first = rig.wait(modest, 300);
         // What the greedy one gives back goes to the other, although its own request came before.
         assert!(rig.give_back(held.remove(0)).is_empty());
-        let over = Refusal::OverShare { asked: 10, held: 768, most: 512 };
+        let over = PoolRefusal::OverShare { asked: 10, held: 768, most: 512 };
         assert_eq!(rig.take(greedy, 10), Err(over));
         assert_eq!(rig.give_back(held.remove(0)), [first]);
         // The other has what it wants.
@@ -396,7 +396,7 @@ mod tests {
             // It comes back at once each time, up to its share and no further.
             let again = rig.take(greedy, 256);
             assert!(
-                matches!(again, Err(Refusal::OverShare { .. })) || rig.queue.pool.free() >= 256
+                matches!(again, Err(PoolRefusal::OverShare { .. })) || rig.queue.pool.free() >= 256
             );
         }
         let _held = rig.take(modest, 200).unwrap();

@@ -77,7 +77,7 @@ impl Record {
 
     /// The record behind bytes; `None` for anything else than [`Self::encode`] makes.
     pub fn decode(bytes: &[u8]) -> Option<Record> {
-        let mut reader = Reader(bytes);
+        let mut reader = SessionReader(bytes);
         let id = String::from_utf8(reader.bytes(MAX_ID_BYTES)?.to_vec()).ok()?;
         let peer = PeerId::from_bytes(reader.bytes(MAX_PEER_BYTES)?).ok()?;
         let secret_hash = reader.array()?;
@@ -112,9 +112,9 @@ fn put(out: &mut Vec<u8>, len: usize) {
 }
 
 /// What is not read yet.
-struct Reader<'a>(&'a [u8]);
+struct SessionReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> SessionReader<'a> {
     fn take(&mut self, count: usize) -> Option<&'a [u8]> {
         let (head, tail) = self.0.split_at_checked(count)?;
         self.0 = tail;

@@ -67,11 +67,11 @@ pub struct SessionTables {
     rows: Vec<Vec<u32>>,
     prefix: u32,
     max_length: u32,
-    pending: Option<Pending>,
+    pending: Option<PendingSession>,
 }
 
 #[derive(Debug)]
-struct Pending {
+struct PendingSession {
     refs: Vec<u32>,
     rows: Vec<Vec<u32>>,
     prefix: u32,
@@ -205,7 +205,7 @@ impl SessionTables {
         let tables =
             rows.iter().map(|row| row.iter().map(|&page| self.page(page)).collect()).collect();
         let prefixes = vec![prefix; rows.len()];
-        self.pending = Some(Pending { refs, rows, prefix: prefix + tokens });
+        self.pending = Some(PendingSession { refs, rows, prefix: prefix + tokens });
         Ok(StepPages { prefixes, tables, copies })
     }
 

@@ -85,11 +85,11 @@ type Lengths = BTreeMap<u64, u32>;
 
 /// Rates of sessions.
 #[derive(Debug, Default)]
-pub struct Rates {
+pub struct SessionRates {
     notes: VecDeque<(Duration, Lengths)>,
 }
 
-impl Rates {
+impl SessionRates {
     /// Adds their rates to sessions.
     pub fn tick(&mut self, now: Duration, sessions: &mut [SessionFigures]) {
         let is_over = |at: &Duration| now.saturating_sub(*at) > RATE;
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_rate_is_of_one_session_alone() {
-        let mut rates = Rates::default();
+        let mut rates = SessionRates::default();
         let mut rate = |second: u64, number: u64, length: u32| {
             let mut sessions = [SessionFigures { number, length, ..SessionFigures::default() }];
             rates.tick(Duration::from_secs(second), &mut sessions);

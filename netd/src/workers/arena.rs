@@ -44,11 +44,11 @@ pub enum SlotClass {
 /// The arena of this netd generation. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ArenaMemory {
-    inner: Arc<Inner>,
+    inner: Arc<ArenaState>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct ArenaState {
     map: ArenaMap,
     slots: Mutex<Slots>,
 }
@@ -57,13 +57,13 @@ struct Inner {
 #[derive(Debug)]
 struct Slots {
     allocator: ArenaAllocator,
-    small: VecDeque<Waiting>,
-    short: VecDeque<Waiting>,
-    bulk: VecDeque<Waiting>,
+    small: VecDeque<SlotWaiter>,
+    short: VecDeque<SlotWaiter>,
+    bulk: VecDeque<SlotWaiter>,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct SlotWaiter {
     sizes: Vec<u64>,
     reply: oneshot::Sender<SlotLease>,
 }
@@ -72,7 +72,7 @@ struct Waiting {
 #[derive(Debug)]
 pub struct SlotLease {
     slots: Vec<Slot>,
-    arena: Arc<Inner>,
+    arena: Arc<ArenaState>,
 }
 
 impl SlotLease {
@@ -124,7 +124,7 @@ impl ArenaMemory {
         let allocator = ArenaAllocator::new(plan);
         let [small, short, bulk] = std::array::from_fn(|_| VecDeque::new());
         let slots = Slots { allocator, small, short, bulk };
-        ArenaMemory { inner: Arc::new(Inner { map, slots: Mutex::new(slots) }) }
+        ArenaMemory { inner: Arc::new(ArenaState { map, slots: Mutex::new(slots) }) }
     }
 
     /// Reserves one slot per size (none of them 0), waiting until all are free. A future that is
@@ -143,7 +143,7 @@ impl ArenaMemory {
             }
             fits_when_empty(arena.allocator.plan(), sizes, region)?;
             let (reply, receiver) = oneshot::channel();
-            arena.queue(region).push_back(Waiting { sizes: sizes.to_vec(), reply });
+            arena.queue(region).push_back(SlotWaiter { sizes: sizes.to_vec(), reply });
             receiver
         };
         // The sender is dropped unsent only with the arena itself, which this future keeps.
@@ -174,7 +174,7 @@ impl ArenaMemory {
 }
 
 impl Slots {
-    fn queue(&mut self, region: Region) -> &mut VecDeque<Waiting> {
+    fn queue(&mut self, region: Region) -> &mut VecDeque<SlotWaiter> {
         match region {
             Region::Small => &mut self.small,
             Region::Short => &mut self.short,
@@ -183,7 +183,7 @@ impl Slots {
     }
 }
 
-impl Inner {
+impl ArenaState {
     fn free(self: &Arc<Self>, slots: Vec<Slot>) {
         let mut granted = Vec::new();
         {

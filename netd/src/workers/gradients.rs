@@ -19,7 +19,7 @@ use shared::job::{SlotRef, WorkKind};
 
 use super::Workers;
 use super::job::{BODY, Holds, INPUT, Job, PROMPTS, piece};
-use super::link::{JobFailure, Link};
+use super::link::{JobFailure, WorkerLink};
 
 /// Index of the slot that holds the gradient of the output.
 pub const OUTPUT_GRADIENT: usize = 1;
@@ -29,7 +29,7 @@ const PROMPT_GRADIENT: usize = PROMPTS + 1;
 /// A request for gradients with its route through the workers. Its slots are in `holds`, in the order
 /// of [`Gradients::sizes`].
 #[derive(Debug)]
-pub struct Gradients {
+pub struct GradientJob {
     job: Job,
     hops: Vec<Hop>,
     /// Inputs of hops that the arena holds at a time, besides the first.
@@ -118,7 +118,7 @@ fn moves(hops: Range<usize>, input: usize, free: Range<usize>, out: &mut Vec<Mov
 /// Blocks, by their places in the request, that one worker computes in one job.
 #[derive(Debug)]
 struct Hop {
-    link: Arc<Link>,
+    link: Arc<WorkerLink>,
     blocks: Range<usize>,
 }
 
@@ -139,7 +139,7 @@ impl Workers {
     /// # Errors
     /// [`NoRoute`] when a block has no worker, or the arena cannot hold the input of a hop where
     /// several are needed.
-    pub fn gradients(&self, job: Job, bound: Bound) -> Result<Gradients, NoRoute> {
+    pub fn gradients(&self, job: Job, bound: Bound) -> Result<GradientJob, NoRoute> {
         let mut spans = Vec::new();
         let mut done = 0;
         while done < job.body.blocks.len() {
@@ -153,8 +153,8 @@ impl Workers {
         let most = bound.most_bytes / bound.block_bytes.max(1);
         let hops = cut(&spans, usize::try_from(most).unwrap_or(usize::MAX).max(1));
         let inputs = hops.len() - 1;
-        let mut gradients = Gradients { job, hops, inputs };
-        let holds = |gradients: &Gradients, times| {
+        let mut gradients = GradientJob { job, hops, inputs };
+        let holds = |gradients: &GradientJob, times| {
             let sizes = gradients.sizes().repeat(times);
             self.arena.could_hold(&sizes)
         };
@@ -188,7 +188,7 @@ fn cut(spans: &[Hop], most: usize) -> Vec<Hop> {
     parts.collect()
 }
 
-impl Gradients {
+impl GradientJob {
     /// Slots to reserve: input, output gradient, body, deep prompts and their gradient if there are
     /// any, one more gradient, and the inputs of hops that are held at a time.
     pub fn sizes(&self) -> Vec<u64> {

@@ -77,7 +77,7 @@ pub struct Broken {
 
 /// Link to one worker, over all its generations.
 #[derive(Debug)]
-pub struct Link {
+pub struct WorkerLink {
     worker: WorkerId,
     span: Span,
     broken: mpsc::Sender<Broken>,
@@ -155,11 +155,11 @@ enum Nonsense {
     Times { id: JobId, claimed: u64, passed: u64 },
 }
 
-impl Link {
+impl WorkerLink {
     /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job
     /// ids. Rings that cannot be used any more are reported to `broken`.
-    pub fn new(worker: WorkerId, span: Span, index: u16, broken: mpsc::Sender<Broken>) -> Link {
-        Link {
+    pub fn new(worker: WorkerId, span: Span, index: u16, broken: mpsc::Sender<Broken>) -> WorkerLink {
+        WorkerLink {
             worker,
             span,
             broken,
@@ -231,7 +231,7 @@ impl Link {
             (id, self.submit(&mut state))
         };
         ring(bell.as_deref());
-        let interest = Caller { link: self, job: id };
+        let interest = JobWaiter { link: self, job: id };
         let answer = answer.await.unwrap_or(Err(JobFailure::WorkerGone));
         std::mem::forget(interest);
         answer
@@ -510,12 +510,12 @@ impl LinkState {
 }
 
 /// A caller that waits for a job. If it goes away before the job was submitted, so does the job.
-struct Caller<'a> {
-    link: &'a Link,
+struct JobWaiter<'a> {
+    link: &'a WorkerLink,
     job: JobId,
 }
 
-impl Drop for Caller<'_> {
+impl Drop for JobWaiter<'_> {
     fn drop(&mut self) {
         let record = {
             let mut state = self.link.state.lock();

@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 
 use arena::ArenaMemory;
 use job::{BODY, Holds, INPUT, Job};
-use link::{Broken, JobFailure, JobTimes, Link, LinkError};
+use link::{Broken, JobFailure, JobTimes, WorkerLink, LinkError};
 use tally::Tally;
 
 /// Most workers of one instance.
@@ -32,7 +32,7 @@ const MAX_WORKERS: usize = 64;
 /// All workers of this instance.
 #[derive(Debug)]
 pub struct Workers {
-    links: RwLock<Vec<Arc<Link>>>,
+    links: RwLock<Vec<Arc<WorkerLink>>>,
     arena: ArenaMemory,
     broken: mpsc::Sender<Broken>,
     /// Shared by all workers of this run.
@@ -174,7 +174,7 @@ impl Workers {
     /// Writes a body, has one worker compute it, and counts it.
     async fn run_on(
         &self,
-        link: &Link,
+        link: &WorkerLink,
         body: &JobBody,
         holds: &Arc<Holds>,
     ) -> Result<JobTimes, JobFailure> {
@@ -196,7 +196,7 @@ impl Workers {
     }
 
     /// The worker of block `blocks[from]`, and up to where the blocks after it are its own as well.
-    fn hop(&self, blocks: &[BlockIndex], from: usize) -> Option<(Arc<Link>, usize)> {
+    fn hop(&self, blocks: &[BlockIndex], from: usize) -> Option<(Arc<WorkerLink>, usize)> {
         let links = self.links.read();
         let first = blocks.get(from)?;
         let mut of_block = links.iter().filter(|link| link.span().contains(*first));
@@ -206,15 +206,15 @@ impl Workers {
         Some((link.clone(), from + own))
     }
 
-    fn link(&self, worker: WorkerId) -> Option<Arc<Link>> {
+    fn link(&self, worker: WorkerId) -> Option<Arc<WorkerLink>> {
         self.links.read().iter().rev().find(|link| link.worker() == worker).cloned()
     }
 
-    fn add(&self, worker: WorkerId, span: Span) -> Arc<Link> {
+    fn add(&self, worker: WorkerId, span: Span) -> Arc<WorkerLink> {
         let mut links = self.links.write();
         let present = links.iter().filter(|link| !link.is_gone()).count();
         debug_assert!(present < MAX_WORKERS, "the supervisor has fewer seats");
-        let link = Arc::new(Link::new(worker, span, links.len() as u16, self.broken.clone()));
+        let link = Arc::new(WorkerLink::new(worker, span, links.len() as u16, self.broken.clone()));
         links.push(link.clone());
         link
     }

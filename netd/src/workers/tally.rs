@@ -8,7 +8,7 @@ use shared::job::WorkKind;
 
 /// Jobs of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct JobTally {
     /// Jobs that were answered.
     pub batches: u64,
     /// Sequences in them.
@@ -20,7 +20,7 @@ pub struct Share {
 /// Inference steps, forward and backward passes since the last report.
 #[derive(Debug, Default)]
 pub struct Tally {
-    shares: Mutex<[Share; 3]>,
+    shares: Mutex<[JobTally; 3]>,
 }
 
 /// Names of the kinds, those of Petals' pools.
@@ -53,7 +53,7 @@ impl Tally {
     }
 }
 
-fn line(name: &str, share: &Share) -> String {
+fn line(name: &str, share: &JobTally) -> String {
     let seconds = share.compute.as_secs_f64().max(1e-9);
     let pace = |count: u64, many: &str, one: &str| {
         let per_s = count as f64 / seconds;

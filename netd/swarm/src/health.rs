@@ -101,17 +101,17 @@ impl<P: Eq + Hash> Pings<P> {
 
 /// Servers that have answered something lately: that they exist is more than a record says.
 #[derive(Debug)]
-pub struct Answers<P> {
+pub struct AnsweringServers<P> {
     last: HashMap<P, Instant>,
 }
 
-impl<P> Default for Answers<P> {
-    fn default() -> Answers<P> {
-        Answers { last: HashMap::new() }
+impl<P> Default for AnsweringServers<P> {
+    fn default() -> AnsweringServers<P> {
+        AnsweringServers { last: HashMap::new() }
     }
 }
 
-impl<P: Eq + Hash> Answers<P> {
+impl<P: Eq + Hash> AnsweringServers<P> {
     /// A server has answered.
     pub fn heard(&mut self, peer: P, now: Instant) {
         self.last.retain(|_, last| now.saturating_duration_since(*last) < PING_LIFE);
@@ -126,17 +126,17 @@ impl<P: Eq + Hash> Answers<P> {
 
 /// Seconds that a block takes for one token on each server, smoothed.
 #[derive(Debug)]
-pub struct Rates<P> {
+pub struct ServerRates<P> {
     seconds: HashMap<P, f64>,
 }
 
-impl<P> Default for Rates<P> {
-    fn default() -> Rates<P> {
-        Rates { seconds: HashMap::new() }
+impl<P> Default for ServerRates<P> {
+    fn default() -> ServerRates<P> {
+        ServerRates { seconds: HashMap::new() }
     }
 }
 
-impl<P: Eq + Hash> Rates<P> {
+impl<P: Eq + Hash> ServerRates<P> {
     /// A block took `seconds`.
     pub fn measured(&mut self, peer: P, seconds: f64) {
         if self.seconds.len() >= MAX_RATES && !self.seconds.contains_key(&peer) {
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn answers_grow_old_and_rates_are_smoothed() {
         let (mut answers, mut rates, start) =
-            (Answers::default(), Rates::default(), Instant::now());
+            (AnsweringServers::default(), ServerRates::default(), Instant::now());
         assert!(!answers.has_answered(&'a', start));
         answers.heard('a', start);
         assert!(answers.has_answered(&'a', start + 299 * S));

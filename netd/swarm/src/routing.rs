@@ -41,7 +41,7 @@ const DEFAULT_RPS: f64 = 300.0;
 
 /// A server as routing sees it.
 #[derive(Clone, Debug)]
-pub struct Candidate<P> {
+pub struct RouteCandidate<P> {
     pub peer: P,
     /// The blocks it serves.
     pub blocks: Range<u32>,
@@ -59,7 +59,7 @@ pub struct Candidate<P> {
     pub next_pings_s: Arc<HashMap<P, f64>>,
 }
 
-impl<P: Eq + Hash> Candidate<P> {
+impl<P: Eq + Hash> RouteCandidate<P> {
     /// Steps of one block per second that are believed.
     fn rps(&self) -> f64 {
         let claimed = self.inference_rps.filter(|rps| *rps > 0.0).unwrap_or(DEFAULT_RPS);
@@ -67,7 +67,7 @@ impl<P: Eq + Hash> Candidate<P> {
     }
 
     /// Round trip to another server, if it announces one.
-    fn ping_to(&self, other: &Candidate<P>) -> Option<f64> {
+    fn ping_to(&self, other: &RouteCandidate<P>) -> Option<f64> {
         let claimed = *self.next_pings_s.get(&other.peer)?;
         let known = |ping: Option<f64>| ping.filter(|seconds| seconds.is_finite());
         let apart = known(self.ping_s).zip(known(other.ping_s)).map(|(a, b)| (a - b).abs());
@@ -96,13 +96,13 @@ pub struct MissingBlock {
 /// The servers that are not banned, and those without which a block would be left without any: better
 /// a doubtful server than none.
 pub fn without_banned<P: Clone>(
-    servers: &[Candidate<P>],
+    servers: &[RouteCandidate<P>],
     is_banned: impl Fn(&P) -> bool,
-) -> Vec<Candidate<P>> {
-    let holds = |server: &Candidate<P>, block| server.blocks.contains(&block);
+) -> Vec<RouteCandidate<P>> {
+    let holds = |server: &RouteCandidate<P>, block| server.blocks.contains(&block);
     let is_served =
         |block| servers.iter().any(|server| holds(server, block) && !is_banned(&server.peer));
-    let is_needed = |server: &&Candidate<P>| !server.blocks.clone().all(is_served);
+    let is_needed = |server: &&RouteCandidate<P>| !server.blocks.clone().all(is_served);
     let kept = servers.iter().filter(|server| !is_banned(&server.peer) || is_needed(server));
     kept.cloned().collect()
 }
@@ -113,7 +113,7 @@ pub fn without_banned<P: Clone>(
 /// # Errors
 /// [`MissingBlock`] when a block has no server.
 pub fn min_latency<P: Clone + Eq + Hash>(
-    servers: &[Candidate<P>],
+    servers: &[RouteCandidate<P>],
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
 ) -> Result<(Vec<Leg<P>>, f64), MissingBlock> {
@@ -132,7 +132,7 @@ pub fn min_latency<P: Clone + Eq + Hash>(
 /// # Errors
 /// [`MissingBlock`] when a block has no server.
 pub fn max_throughput<P: Clone + Ord>(
-    servers: &[Candidate<P>],
+    servers: &[RouteCandidate<P>],
     blocks: Range<u32>,
     draw: u64,
 ) -> Result<Vec<Leg<P>>, MissingBlock> {
@@ -142,7 +142,7 @@ pub fn max_throughput<P: Clone + Ord>(
     while block < blocks.end {
         let mut here: Vec<_> = servers.iter().filter(|s| s.blocks.contains(&block)).collect();
         here.sort_by(|a, b| a.peer.cmp(&b.peer));
-        let weight = |server: &&Candidate<P>| match server.ping_s {
+        let weight = |server: &&RouteCandidate<P>| match server.ping_s {
             Some(ping) if ping.is_infinite() => UNREACHABLE_WEIGHT,
             None if !server.has_answered => UNREACHABLE_WEIGHT,
             _ => f64::from(server.blocks.end - server.blocks.start),
@@ -164,7 +164,7 @@ pub fn max_throughput<P: Clone + Ord>(
 /// A search through blocks in their order: a server is left only where its span ends, so that no
 /// route comes back to a block.
 struct Search<'a, P> {
-    servers: &'a [Candidate<P>],
+    servers: &'a [RouteCandidate<P>],
     blocks: Range<u32>,
     cache_tokens: Option<u64>,
     numbers: HashMap<&'a P, usize>,
@@ -183,7 +183,7 @@ struct Reached {
 }
 
 impl<'a, P: Clone + Eq + Hash> Search<'a, P> {
-    fn new(servers: &'a [Candidate<P>], blocks: Range<u32>, cache_tokens: Option<u64>) -> Self {
+    fn new(servers: &'a [RouteCandidate<P>], blocks: Range<u32>, cache_tokens: Option<u64>) -> Self {
         let numbers = servers.iter().enumerate().map(|(number, server)| (&server.peer, number));
         let (numbers, reached) = (numbers.collect(), vec![None; servers.len()]);
         Self { servers, blocks, cache_tokens, numbers, reached }
@@ -306,8 +306,8 @@ mod tests {
         rps: f64,
         ping_ms: f64,
         next: &[(u8, f64)],
-    ) -> Candidate<u8> {
-        Candidate {
+    ) -> RouteCandidate<u8> {
+        RouteCandidate {
             peer,
             blocks,
             inference_rps: Some(rps),
@@ -320,7 +320,7 @@ mod tests {
     }
 
     /// The swarm of eight blocks that Petals' own router was run on.
-    fn swarm() -> Vec<Candidate<u8>> {
+    fn swarm() -> Vec<RouteCandidate<u8>> {
         let mut servers = vec![
             server(1, 0..4, 500.0, 50.0, &[(2, 20.0), (3, 100.0)]),
             server(2, 2..6, 250.0, 60.0, &[(3, 40.0)]),
@@ -346,11 +346,11 @@ mod tests {
 
     #[test]
     fn what_a_record_claims_counts_less_than_what_is_known() {
-        let first = |servers: &[Candidate<u8>]| min_latency(servers, 0..8, None).unwrap().0;
+        let first = |servers: &[RouteCandidate<u8>]| min_latency(servers, 0..8, None).unwrap().0;
         let mut servers = vec![server(1, 0..8, 100.0, 50.0, &[])];
         for peer in 2..100 {
             let fake = server(peer, 0..8, 1e9, 0.0, &[]);
-            servers.push(Candidate { ping_s: None, has_answered: false, ..fake });
+            servers.push(RouteCandidate { ping_s: None, has_answered: false, ..fake });
         }
         assert_eq!(first(&servers)[0].peer, 1, "who has answered before who has not");
         assert!((0..100).all(|draw| max_throughput(&servers, 0..8, draw).unwrap()[0].peer == 1));
@@ -365,7 +365,7 @@ mod tests {
         let far = server(1, 0..4, 100.0, 400.0, &[(2, 0.0)]);
         let near = server(2, 4..8, 100.0, 20.0, &[]);
         assert_eq!(far.ping_to(&near), Some(0.38));
-        let unknown = Candidate { ping_s: None, ..near };
+        let unknown = RouteCandidate { ping_s: None, ..near };
         assert_eq!(far.ping_to(&unknown), Some(0.0));
     }
 
@@ -426,8 +426,8 @@ mod tests {
     }
 
     /// The definition: Bellman's equations over all pairs of servers, until nothing changes.
-    fn least_cost(servers: &[Candidate<u8>], blocks: u32, tokens: u64) -> f64 {
-        let enter = |server: &Candidate<u8>, half_s: f64, at: u32| {
+    fn least_cost(servers: &[RouteCandidate<u8>], blocks: u32, tokens: u64) -> f64 {
+        let enter = |server: &RouteCandidate<u8>, half_s: f64, at: u32| {
             let need = 2 * tokens * u64::from(server.blocks.end - server.blocks.start);
             let is_full = server.cache_tokens_left.is_some_and(|left| need > left);
             let run_s = f64::from(server.blocks.end - at) / server.rps();
@@ -455,7 +455,7 @@ mod tests {
     fn blocks_in_their_order_find_what_the_definition_finds() {
         let (mut rng, mut routed) = (StdRng::seed_from_u64(1), 0);
         for _ in 0..300 {
-            let servers: Vec<Candidate<u8>> =
+            let servers: Vec<RouteCandidate<u8>> =
                 (0..20).map(|peer| any_server(&mut rng, peer)).collect();
             let expected = least_cost(&servers, 16, 100);
             let found = min_latency(&servers, 0..16, Some(100));
@@ -467,7 +467,7 @@ mod tests {
         assert!(routed > 200, "{routed} swarms have a route");
     }
 
-    fn any_server(rng: &mut StdRng, peer: u8) -> Candidate<u8> {
+    fn any_server(rng: &mut StdRng, peer: u8) -> RouteCandidate<u8> {
         let start = rng.random_range(0..16);
         let mut next = HashMap::new();
         for other in (0..20).filter(|other| *other != peer) {
@@ -475,7 +475,7 @@ mod tests {
                 next.insert(other, rng.random_range(0.01..0.6));
             }
         }
-        Candidate {
+        RouteCandidate {
             cache_tokens_left: Some(rng.random_range(0..4000)),
             has_answered: rng.random_bool(0.8),
             ping_s: rng.random_bool(0.4).then(|| rng.random_range(0.01..0.4)),

@@ -6,7 +6,7 @@
 
 use crate::dht::driver::{Dht, DhtError};
 use crate::dht::id::DhtId;
-use crate::dht::storage::Stored;
+use crate::dht::storage::StoredValue;
 use crate::wire::msgpack::{Limits, Value};
 use crate::wire::records::{ServerInfo, ServerState};
 use crate::wire::uid::module_uid;
@@ -33,7 +33,7 @@ pub struct ServerSpan {
 
 /// What was read of the swarm.
 #[derive(Clone, Debug, Default)]
-pub struct View {
+pub struct SwarmView {
     /// The servers of each block.
     pub blocks: Vec<BlockServers>,
     /// Records that were left out, since they hold nonsense.
@@ -59,10 +59,10 @@ pub async fn read_blocks(
 ///
 /// # Errors
 /// [`DhtError`] if the DHT does not answer.
-pub async fn read(dht: &Dht, prefix: &str, blocks: Range<u32>) -> Result<View, DhtError> {
+pub async fn read(dht: &Dht, prefix: &str, blocks: Range<u32>) -> Result<SwarmView, DhtError> {
     let keys = blocks.map(|block| DhtId::of_text(&module_uid(prefix, block))).collect();
     let found = dht.get_many(keys, true).await?;
-    let mut view = View::default();
+    let mut view = SwarmView::default();
     for stored in &found {
         let parsed = stored.as_ref().map(parse_counting).unwrap_or_default();
         view.blocks.push(parsed.0);
@@ -74,13 +74,13 @@ pub async fn read(dht: &Dht, prefix: &str, blocks: Range<u32>) -> Result<View, D
 
 /// The servers of one block, without the records that readers drop.
 #[must_use]
-pub fn parse_block(stored: &Stored) -> BlockServers {
+pub fn parse_block(stored: &StoredValue) -> BlockServers {
     parse_counting(stored).0
 }
 
 /// The servers of one block, and how many records were dropped.
-fn parse_counting(stored: &Stored) -> (BlockServers, usize) {
-    let Stored::Dictionary(dictionary) = stored else {
+fn parse_counting(stored: &StoredValue) -> (BlockServers, usize) {
+    let StoredValue::Dictionary(dictionary) = stored else {
         debug!("dropped a block record that is no dictionary");
         return (BlockServers::new(), 1);
     };
@@ -254,11 +254,11 @@ mod tests {
         let record = &golden::file(golden::DHT_RECORDS)["records"][0];
         let dictionary =
             Dictionary::decode(&golden::bytes(record, "find_result_value_hex")).unwrap();
-        let servers = parse_block(&Stored::Dictionary(dictionary));
+        let servers = parse_block(&StoredValue::Dictionary(dictionary));
         assert_eq!(servers["QmU9mzn2oH6NqMDjtcU1zR1SCgCeFFbjZGqhxWzo9nrxJk"].end_block, Some(4));
         let two = Dictionary::decode(&golden::msgpack("DictionaryDHTValue")).unwrap();
         assert_eq!(
-            parse_block(&Stored::Dictionary(two)).len(),
+            parse_block(&StoredValue::Dictionary(two)).len(),
             2,
             "one of them the shortest record there is"
         );
@@ -268,7 +268,7 @@ mod tests {
         };
         let not_a_peer =
             Dictionary::single(Value::str("not a peer").encode().into(), stranger.clone(), None);
-        assert!(parse_block(&Stored::Dictionary(not_a_peer)).is_empty());
-        assert!(parse_block(&Stored::Regular(stranger)).is_empty());
+        assert!(parse_block(&StoredValue::Dictionary(not_a_peer)).is_empty());
+        assert!(parse_block(&StoredValue::Regular(stranger)).is_empty());
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use supervisor::handover::HandoverOptions;
-use supervisor::status::{MAX_PATIENCE, Request};
+use supervisor::status::{MAX_PATIENCE, InstanceRequest};
 
 use crate::status::{OrderOptions, StatusOptions};
 
@@ -98,7 +98,7 @@ impl InstanceArgs {
     }
 
     /// An order that nobody waits for.
-    pub(super) fn order(self, request: Request) -> OrderOptions {
+    pub(super) fn order(self, request: InstanceRequest) -> OrderOptions {
         let InstanceArgs { instance, runtime_dir } = self;
         OrderOptions { instance, runtime_dir, request, no_wait: true }
     }
@@ -112,7 +112,7 @@ impl StatusArgs {
 
 impl PauseArgs {
     pub(super) fn order(self) -> OrderOptions {
-        let request = Request::Pause { patience_s: self.patience.as_secs() };
+        let request = InstanceRequest::Pause { patience_s: self.patience.as_secs() };
         OrderOptions { no_wait: self.no_wait, ..self.instance.order(request) }
     }
 }
@@ -124,14 +124,14 @@ impl UpgradeArgs {
                 .map_err(|error| format!("invalid --to {}: {error}", path.display()))
         };
         let path = self.to.map(absolute).transpose()?;
-        let request = Request::Upgrade { path, patience_s: self.patience.as_secs() };
+        let request = InstanceRequest::Upgrade { path, patience_s: self.patience.as_secs() };
         Ok(OrderOptions { no_wait: self.no_wait, ..self.instance.order(request) })
     }
 }
 
 impl RestartArgs {
     pub(super) fn order(self) -> OrderOptions {
-        self.instance.order(Request::Restart { worker: self.worker })
+        self.instance.order(InstanceRequest::Restart { worker: self.worker })
     }
 }
 

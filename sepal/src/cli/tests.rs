@@ -6,7 +6,7 @@ use shared::config::{
     Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantType, ServeConfig,
     SpanChoice, Throughput,
 };
-use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
 use supervisor::cache_folder::own_folder;
 
 use super::*;

@@ -36,7 +36,7 @@ impl Status {
 
 /// What a judgement says of the facts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct CheckVerdict {
     /// How good they are.
     pub status: Status,
     pub found: String,
@@ -44,26 +44,26 @@ pub struct Verdict {
     pub advice: Option<String>,
 }
 
-impl Verdict {
+impl CheckVerdict {
     /// As it should be.
-    pub fn ok(found: impl Display) -> Verdict {
-        Verdict { status: Status::Ok, found: found.to_string(), advice: None }
+    pub fn ok(found: impl Display) -> CheckVerdict {
+        CheckVerdict { status: Status::Ok, found: found.to_string(), advice: None }
     }
 
     /// Worse than it could be.
-    pub fn warning(found: impl Display, advice: impl Display) -> Verdict {
+    pub fn warning(found: impl Display, advice: impl Display) -> CheckVerdict {
         let (found, advice) = (found.to_string(), Some(advice.to_string()));
-        Verdict { status: Status::Warning, found, advice }
+        CheckVerdict { status: Status::Warning, found, advice }
     }
 
     /// Not as it must be.
-    pub fn problem(found: impl Display, advice: impl Display) -> Verdict {
-        Verdict { status: Status::Problem, ..Verdict::warning(found, advice) }
+    pub fn problem(found: impl Display, advice: impl Display) -> CheckVerdict {
+        CheckVerdict { status: Status::Problem, ..CheckVerdict::warning(found, advice) }
     }
 
     /// Not looked at, for this reason.
-    pub fn skipped(why: impl Display) -> Verdict {
-        Verdict { status: Status::Skipped, ..Verdict::ok(why) }
+    pub fn skipped(why: impl Display) -> CheckVerdict {
+        CheckVerdict { status: Status::Skipped, ..CheckVerdict::ok(why) }
     }
 }
 
@@ -81,8 +81,8 @@ pub struct Finding {
 
 impl Finding {
     /// A verdict under the name of its check.
-    pub fn new(check: &'static str, verdict: Verdict) -> Finding {
-        let Verdict { status, found, advice } = verdict;
+    pub fn new(check: &'static str, verdict: CheckVerdict) -> Finding {
+        let CheckVerdict { status, found, advice } = verdict;
         Finding { check, status, found, advice }
     }
 
@@ -99,19 +99,19 @@ impl Finding {
 
 /// An observation under way in a thread of its own.
 #[derive(Debug)]
-pub struct Pending<T> {
+pub struct PendingObservation<T> {
     facts: Receiver<T>,
     limit: Duration,
     deadline: Instant,
 }
 
-impl<T: Send + 'static> Pending<T> {
+impl<T: Send + 'static> PendingObservation<T> {
     /// Starts to observe; what has not ended after `limit` is given up.
-    pub fn start(limit: Duration, observe: impl FnOnce() -> T + Send + 'static) -> Pending<T> {
+    pub fn start(limit: Duration, observe: impl FnOnce() -> T + Send + 'static) -> PendingObservation<T> {
         let (sender, facts) = sync_channel(1);
         // Fails only when nobody waits any more. A thread that hangs ends with the process.
         std::thread::spawn(move || drop(sender.send(observe())));
-        Pending { facts, limit, deadline: Instant::now() + limit }
+        PendingObservation { facts, limit, deadline: Instant::now() + limit }
     }
 
     /// Waits for the facts.
@@ -126,8 +126,8 @@ impl<T: Send + 'static> Pending<T> {
 }
 
 /// A verdict on an observation that did not end.
-pub fn late(why: String) -> Verdict {
-    Verdict::problem(
+pub fn late(why: String) -> CheckVerdict {
+    CheckVerdict::problem(
         why,
         "run sepal doctor again; a check that hangs again is a fault of the system",
     )
@@ -139,19 +139,19 @@ mod tests {
 
     #[test]
     fn a_finding_is_one_line_whatever_it_quotes() {
-        let finding = Finding::new("port", Verdict::problem("in use by a\nb\x1b[2J", "stop it"));
+        let finding = Finding::new("port", CheckVerdict::problem("in use by a\nb\x1b[2J", "stop it"));
         assert_eq!(finding.line(), "problem  port          in use by a\\nb\\u{1b}[2J; stop it");
         let json = serde_json::to_value(&finding).unwrap();
         assert_eq!((&json["status"], &json["advice"]), (&"problem".into(), &"stop it".into()));
-        assert_eq!(Finding::new("port", Verdict::ok("free")).line(), "ok       port          free");
+        assert_eq!(Finding::new("port", CheckVerdict::ok("free")).line(), "ok       port          free");
     }
 
     #[test]
     fn an_observation_that_hangs_is_given_up() {
         let (hold, held) = sync_channel::<()>(0);
-        let hung = Pending::start(Duration::from_millis(20), move || held.recv().is_err());
+        let hung = PendingObservation::start(Duration::from_millis(20), move || held.recv().is_err());
         assert_eq!(hung.wait(), Err("no answer within 0.02 s".to_owned()));
         drop(hold);
-        assert_eq!(Pending::start(Duration::from_secs(60), || 5).wait(), Ok(5));
+        assert_eq!(PendingObservation::start(Duration::from_secs(60), || 5).wait(), Ok(5));
     }
 }

@@ -10,7 +10,7 @@ use shared::processor::Processor;
 use supervisor::cache_folder;
 use supervisor::devices::{Examined, examine, number};
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// What serves, and what is known of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,29 +85,29 @@ fn has_gpu(devices: &Path) -> bool {
 }
 
 /// Whether something serves, and nothing that could is left out.
-pub fn judge(facts: &DeviceFacts) -> Verdict {
+pub fn judge(facts: &DeviceFacts) -> CheckVerdict {
     let DeviceFacts { named, cuda, has_gpu, processor } = facts;
     let examined = match cuda {
         None => {
             let names: Vec<String> =
                 named.iter().flatten().map(|device| device.to_string()).collect();
-            return Verdict::ok(format!("{} serve; {processor}", names.join(", ")));
+            return CheckVerdict::ok(format!("{} serve; {processor}", names.join(", ")));
         }
         Some(Err(why)) if named.is_some() => {
-            return Verdict::problem(
+            return CheckVerdict::problem(
                 format!("CUDA devices were named, and cannot be used: {why}"),
                 "name devices that nvidia-smi -L lists, install NVIDIA's driver, or give --device cpu",
             );
         }
         Some(Err(why)) if *has_gpu => {
-            return Verdict::warning(
+            return CheckVerdict::warning(
                 format!(
                     "this machine has a GPU of NVIDIA, and the driver does not work: {why}; {processor}"
                 ),
                 "install NVIDIA's driver (in containers: its container toolkit), or give --device cpu",
             );
         }
-        Some(Err(_)) => return Verdict::ok(format!("no CUDA device; {processor}")),
+        Some(Err(_)) => return CheckVerdict::ok(format!("no CUDA device; {processor}")),
         Some(Ok(examined)) => examined,
     };
     let (bad, good): (Vec<_>, Vec<_>) = examined.iter().partition(|one| one.fault.is_some());
@@ -122,7 +122,7 @@ pub fn judge(facts: &DeviceFacts) -> Verdict {
     let list = list.join("; ");
     let Some(first) = bad.first() else {
         return match good.is_empty() {
-            true => Verdict::ok(format!("no CUDA device; {processor}")),
+            true => CheckVerdict::ok(format!("no CUDA device; {processor}")),
             false => without_fault(list, &good),
         };
     };
@@ -131,17 +131,17 @@ pub fn judge(facts: &DeviceFacts) -> Verdict {
         first.device
     );
     match named.is_some() || good.is_empty() {
-        true => Verdict::problem(list, advice),
-        false => Verdict::warning(list, advice),
+        true => CheckVerdict::problem(list, advice),
+        false => CheckVerdict::warning(list, advice),
     }
 }
 
 /// The verdict on devices of which none is known to fail.
-fn without_fault(list: String, devices: &[&Examined]) -> Verdict {
+fn without_fault(list: String, devices: &[&Examined]) -> CheckVerdict {
     let advice = "to test it, stop the server and run sepal selftest --quick --device";
     match devices.iter().find(|one| !one.is_tested) {
-        Some(one) => Verdict::warning(list, format!("{advice} {}", one.device)),
-        None => Verdict::ok(list),
+        Some(one) => CheckVerdict::warning(list, format!("{advice} {}", one.device)),
+        None => CheckVerdict::ok(list),
     }
 }
 

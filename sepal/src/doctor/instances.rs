@@ -6,7 +6,7 @@ use supervisor::instance::live_instances;
 use supervisor::report::InstanceReport;
 use supervisor::status::ask;
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// A server that runs.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,14 +45,14 @@ pub fn devices(running: &[LiveServer]) -> Vec<String> {
 }
 
 /// Whether a start finds its name and its identity free.
-pub fn judge(facts: &InstanceFacts) -> Verdict {
+pub fn judge(facts: &InstanceFacts) -> CheckVerdict {
     let InstanceFacts { running, name, peer_id } = facts;
     let running = match running {
-        Err(why) => return Verdict::problem(why, "run sepal doctor as the user of the server"),
+        Err(why) => return CheckVerdict::problem(why, "run sepal doctor as the user of the server"),
         Ok(running) => running,
     };
     let peer_id = match peer_id {
-        Err(why) => return Verdict::problem(why, "give another --identity_path"),
+        Err(why) => return CheckVerdict::problem(why, "give another --identity_path"),
         Ok(peer_id) => peer_id.as_deref(),
     };
     let pid = |one: &LiveServer| match &one.report {
@@ -60,7 +60,7 @@ pub fn judge(facts: &InstanceFacts) -> Verdict {
         None => "it starts or ends now".to_owned(),
     };
     if let Some(same) = running.iter().find(|one| Some(&one.name) == name.as_ref()) {
-        return Verdict::problem(
+        return CheckVerdict::problem(
             format!("instance {} runs already ({})", same.name, pid(same)),
             "stop it or choose another --instance; if it is the server that you ask about, all is well",
         );
@@ -70,15 +70,15 @@ pub fn judge(facts: &InstanceFacts) -> Verdict {
         children.filter_map(|child| child.peer_id.as_deref()).any(|id| Some(id) == peer_id)
     };
     if let Some(same) = running.iter().find(has_identity) {
-        return Verdict::problem(
+        return CheckVerdict::problem(
             format!("instance {} ({}) has the identity of --identity_path", same.name, pid(same)),
             "give each server an identity file of its own: peers take two servers with one identity for one",
         );
     }
     let names: Vec<&str> = running.iter().map(|one| one.name.as_str()).collect();
     match names.is_empty() {
-        true => Verdict::ok("no other server of this user runs"),
-        false => Verdict::ok(format!("running beside: {}", names.join(", "))),
+        true => CheckVerdict::ok("no other server of this user runs"),
+        false => CheckVerdict::ok(format!("running beside: {}", names.join(", "))),
     }
 }
 

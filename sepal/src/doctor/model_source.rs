@@ -7,7 +7,7 @@ use std::path::Path;
 use model::BlockSpec;
 use serde_json::Value;
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// Longest config.json that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -83,18 +83,18 @@ fn weights(folder: &Path) -> u64 {
 }
 
 /// Whether a folder can be served, as far as its config and the names of its files tell.
-pub fn judge_folder(facts: &FolderFacts) -> Verdict {
+pub fn judge_folder(facts: &FolderFacts) -> CheckVerdict {
     let FolderFacts { path, config, weight_bytes } = facts;
     match config {
-        Err(why) => Verdict::problem(
+        Err(why) => CheckVerdict::problem(
             format!("{path}: {why}"),
             "give a folder in Hugging Face layout with a model of a family that Sepal serves",
         ),
-        Ok(_) if *weight_bytes == 0 => Verdict::problem(
+        Ok(_) if *weight_bytes == 0 => CheckVerdict::problem(
             format!("{path} has no *.safetensors and no pytorch_model*.bin"),
             "download the weights there",
         ),
-        Ok((family, blocks)) => Verdict::ok(format!(
+        Ok((family, blocks)) => CheckVerdict::ok(format!(
             "{path}: {family} with {blocks} blocks, {} of checkpoint files",
             super::system::size(*weight_bytes)
         )),
@@ -102,8 +102,8 @@ pub fn judge_folder(facts: &FolderFacts) -> Verdict {
 }
 
 /// A name that is neither a folder nor a repository.
-pub fn judge_neither(name: &str) -> Verdict {
-    Verdict::problem(
+pub fn judge_neither(name: &str) -> CheckVerdict {
+    CheckVerdict::problem(
         format!("there is no model folder {name:?}"),
         "give a folder in Hugging Face layout or a repository like org/name",
     )

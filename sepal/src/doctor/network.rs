@@ -2,7 +2,7 @@
 
 use netd::checkup::{HubFacts, ModelState, SwarmFacts, TokenState};
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// A clock that differs by so many seconds is refused by peers (hivemind,
 /// `MAX_DHT_TIME_DISCREPANCY_SECONDS`).
@@ -13,23 +13,23 @@ const LARGE_SKEW_S: f64 = 1.5;
 const ENOUGH_CLOCKS: usize = 3;
 
 /// Whether the swarm can be joined.
-pub fn judge_swarm(facts: &Result<SwarmFacts, String>) -> Verdict {
+pub fn judge_swarm(facts: &Result<SwarmFacts, String>) -> CheckVerdict {
     match facts {
-        Err(why) => Verdict::problem(
+        Err(why) => CheckVerdict::problem(
             why,
             "check --initial_peers, the firewall of this machine, and the way to the Internet",
         ),
-        Ok(facts) if facts.initial_peers == 0 => Verdict::ok("a new swarm, nobody to join"),
-        Ok(SwarmFacts { connected, known, initial_peers, .. }) => Verdict::ok(format!(
+        Ok(facts) if facts.initial_peers == 0 => CheckVerdict::ok("a new swarm, nobody to join"),
+        Ok(SwarmFacts { connected, known, initial_peers, .. }) => CheckVerdict::ok(format!(
             "joined through {initial_peers} addresses, connected to {connected} peers, {known} in the DHT"
         )),
     }
 }
 
 /// Whether peers can dial this machine.
-pub fn judge_reachability(facts: &SwarmFacts, announces: bool, may_relay: bool) -> Verdict {
+pub fn judge_reachability(facts: &SwarmFacts, announces: bool, may_relay: bool) -> CheckVerdict {
     if facts.initial_peers == 0 {
-        return Verdict::skipped("a new swarm has no peers that could dial this machine");
+        return CheckVerdict::skipped("a new swarm has no peers that could dial this machine");
     }
     let port = match facts.on_other_port {
         true => " (on a free port, the configured one is in use)",
@@ -40,18 +40,18 @@ pub fn judge_reachability(facts: &SwarmFacts, announces: bool, may_relay: bool) 
         false => "forward a port of the router and give it with --port and --public_ip",
     };
     match (facts.reachable, facts.relayed) {
-        (Some(true), _) => Verdict::ok(format!("peers can dial this machine{port}")),
-        (None, _) => Verdict::warning(
+        (Some(true), _) => CheckVerdict::ok(format!("peers can dial this machine{port}")),
+        (None, _) => CheckVerdict::warning(
             "no peer said whether it can dial this machine",
             "try again later; a server counts itself as reachable then, as in Petals",
         ),
-        (Some(false), Some(true)) => Verdict::warning(
+        (Some(false), Some(true)) => CheckVerdict::warning(
             format!(
                 "peers cannot dial this machine{port}, and a relay agreed to help: slower than a direct way"
             ),
             forward,
         ),
-        (Some(false), _) => Verdict::problem(
+        (Some(false), _) => CheckVerdict::problem(
             format!("peers cannot dial this machine{port}, and no relay was found"),
             match may_relay {
                 true => forward,
@@ -64,21 +64,21 @@ pub fn judge_reachability(facts: &SwarmFacts, announces: bool, may_relay: bool) 
 }
 
 /// Whether the router forwards the port. `is_asked`: whether a server would ask it.
-pub fn judge_router(facts: &SwarmFacts, is_asked: bool) -> Verdict {
+pub fn judge_router(facts: &SwarmFacts, is_asked: bool) -> CheckVerdict {
     match (is_asked, facts.forwarded, facts.reachable) {
-        (false, ..) => Verdict::skipped("the router is not asked with these settings"),
-        (true, Some(true), _) => Verdict::ok("the router forwards the port"),
-        (true, _, Some(true)) => Verdict::ok("no router forwards the port, and none needs to"),
-        (true, _, Some(false)) => Verdict::warning(
+        (false, ..) => CheckVerdict::skipped("the router is not asked with these settings"),
+        (true, Some(true), _) => CheckVerdict::ok("the router forwards the port"),
+        (true, _, Some(true)) => CheckVerdict::ok("no router forwards the port, and none needs to"),
+        (true, _, Some(false)) => CheckVerdict::warning(
             "no router of this net forwards ports when asked",
             "enable UPnP in the router, or forward a port there by hand (--port, --public_ip)",
         ),
-        (true, _, None) => Verdict::ok("no router answered; whether one is needed is not known"),
+        (true, _, None) => CheckVerdict::ok("no router answered; whether one is needed is not known"),
     }
 }
 
 /// Whether this machine's clock agrees with the swarm's, or with the Hub's.
-pub fn judge_clock(swarm: Option<&SwarmFacts>, hub: Option<&HubFacts>) -> Verdict {
+pub fn judge_clock(swarm: Option<&SwarmFacts>, hub: Option<&HubFacts>) -> CheckVerdict {
     let peers = swarm.map(|facts| facts.clock_ahead_s.as_slice()).unwrap_or_default();
     let of_hub = hub.and_then(|facts| facts.clock_ahead_s);
     let (ahead, whose) = match (median(peers), of_hub) {
@@ -86,15 +86,15 @@ pub fn judge_clock(swarm: Option<&SwarmFacts>, hub: Option<&HubFacts>) -> Verdic
             (ahead, format!("{} peers", peers.len()))
         }
         (_, Some(ahead)) => (ahead, "the Hub".to_owned()),
-        (_, None) => return Verdict::skipped("no clock of a peer or of the Hub to compare with"),
+        (_, None) => return CheckVerdict::skipped("no clock of a peer or of the Hub to compare with"),
     };
     let way = if ahead < 0.0 { "behind" } else { "ahead of" };
     let found = format!("the clock is {:.1} s {way} that of {whose}", ahead.abs());
     let advice = "set it and keep it right (timedatectl set-ntp true, or chrony): records of the swarm expire by the clock";
     match ahead.abs() {
-        skew if skew >= MAX_SKEW_S => Verdict::problem(found, advice),
-        skew if skew >= LARGE_SKEW_S => Verdict::warning(found, advice),
-        _ => Verdict::ok(found),
+        skew if skew >= MAX_SKEW_S => CheckVerdict::problem(found, advice),
+        skew if skew >= LARGE_SKEW_S => CheckVerdict::warning(found, advice),
+        _ => CheckVerdict::ok(found),
     }
 }
 
@@ -106,10 +106,10 @@ fn median(values: &[f64]) -> Option<f64> {
 }
 
 /// Whether the Hub answers and knows the token.
-pub fn judge_hub(facts: &Result<HubFacts, String>) -> Verdict {
+pub fn judge_hub(facts: &Result<HubFacts, String>) -> CheckVerdict {
     let facts = match facts {
         Err(why) => {
-            return Verdict::problem(
+            return CheckVerdict::problem(
                 format!("the Hub does not answer: {why}"),
                 "check the way to the Internet, the proxy and HF_ENDPOINT; or give a folder as MODEL",
             );
@@ -118,17 +118,17 @@ pub fn judge_hub(facts: &Result<HubFacts, String>) -> Verdict {
     };
     let endpoint = &facts.endpoint;
     match &facts.token {
-        None => Verdict::ok(format!(
+        None => CheckVerdict::ok(format!(
             "{endpoint} answers; there is no token, which only gated models need"
         )),
         Some(TokenState::Valid(name)) => {
-            Verdict::ok(format!("{endpoint} answers, and the token belongs to {name}"))
+            CheckVerdict::ok(format!("{endpoint} answers, and the token belongs to {name}"))
         }
-        Some(TokenState::Refused) => Verdict::problem(
+        Some(TokenState::Refused) => CheckVerdict::problem(
             format!("{endpoint} refuses the token"),
             "make a new one on https://huggingface.co/settings/tokens and give it with --token or huggingface-cli login",
         ),
-        Some(TokenState::Unknown(why)) => Verdict::warning(
+        Some(TokenState::Unknown(why)) => CheckVerdict::warning(
             format!("{endpoint} does not say whether the token is valid: {why}"),
             "try again later",
         ),
@@ -136,10 +136,10 @@ pub fn judge_hub(facts: &Result<HubFacts, String>) -> Verdict {
 }
 
 /// Whether the Hub lets this operator read the model `name`.
-pub fn judge_model(name: &str, facts: &Result<HubFacts, String>) -> Verdict {
+pub fn judge_model(name: &str, facts: &Result<HubFacts, String>) -> CheckVerdict {
     let state = match facts {
         Err(_) => {
-            return Verdict::problem(
+            return CheckVerdict::problem(
                 format!("{name} cannot be looked up"),
                 "see the check of the Hub",
             );
@@ -147,12 +147,12 @@ pub fn judge_model(name: &str, facts: &Result<HubFacts, String>) -> Verdict {
         Ok(facts) => facts.model.as_ref(),
     };
     match state {
-        Some(ModelState::Readable) => Verdict::ok(format!("{name} can be read on the Hub")),
-        Some(ModelState::Missing) => Verdict::problem(
+        Some(ModelState::Readable) => CheckVerdict::ok(format!("{name} can be read on the Hub")),
+        Some(ModelState::Missing) => CheckVerdict::problem(
             format!("the Hub has no model {name} at this revision"),
             "check the name and --revision, or give a folder",
         ),
-        Some(ModelState::Forbidden) => Verdict::problem(
+        Some(ModelState::Forbidden) => CheckVerdict::problem(
             format!(
                 "the Hub does not let this token read {name}: it does not exist, is private, or is gated"
             ),
@@ -160,11 +160,11 @@ pub fn judge_model(name: &str, facts: &Result<HubFacts, String>) -> Verdict {
                 "check the name, ask for access on https://huggingface.co/{name}, then give the token with --token"
             ),
         ),
-        Some(ModelState::Unknown(why)) => Verdict::warning(
+        Some(ModelState::Unknown(why)) => CheckVerdict::warning(
             format!("the Hub does not say whether {name} can be read: {why}"),
             "try again later",
         ),
-        None => Verdict::skipped("no model was named"),
+        None => CheckVerdict::skipped("no model was named"),
     }
 }
 
@@ -185,7 +185,7 @@ mod tests {
         }
     }
 
-    fn is(verdict: Verdict, status: Status, word: &str) {
+    fn is(verdict: CheckVerdict, status: Status, word: &str) {
         let text = format!("{} {}", verdict.found, verdict.advice.unwrap_or_default());
         assert_eq!(verdict.status, status, "{text}");
         assert!(text.contains(word), "no {word:?} in {text}");

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// Processes looked at for the one that listens.
 const MAX_PROCESSES: usize = 100_000;
@@ -26,7 +26,7 @@ pub struct PortFacts {
 pub enum Bind {
     Free,
     /// Somebody else listens; who, if /proc tells.
-    InUse(Option<Holder>),
+    InUse(Option<PortHolder>),
     /// The system does not let this user.
     Denied,
     /// The machine has no such address.
@@ -37,7 +37,7 @@ pub enum Bind {
 
 /// A process that listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
+pub struct PortHolder {
     pub pid: u32,
     pub name: String,
 }
@@ -70,7 +70,7 @@ fn bind(socket: SocketAddr) -> Bind {
 }
 
 /// Why listening failed; `holder` tells who listens.
-fn refused(error: &io::Error, holder: impl FnOnce() -> Option<Holder>) -> Bind {
+fn refused(error: &io::Error, holder: impl FnOnce() -> Option<PortHolder>) -> Bind {
     match error.kind() {
         ErrorKind::AddrInUse => Bind::InUse(holder()),
         ErrorKind::PermissionDenied => Bind::Denied,
@@ -82,7 +82,7 @@ fn refused(error: &io::Error, holder: impl FnOnce() -> Option<Holder>) -> Bind {
 }
 
 /// The process that listens on a port, if this user may see its descriptors.
-fn holder(port: u16) -> Option<Holder> {
+fn holder(port: u16) -> Option<PortHolder> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(fs::read_to_string);
     let inodes: Vec<u64> =
         tables.iter().flatten().flat_map(|table| listeners(table, port)).collect();
@@ -98,7 +98,7 @@ fn holder(port: u16) -> Option<Holder> {
     let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let pid = pids.find(has_socket)?;
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Some(Holder { pid, name: name.trim().to_owned() })
+    Some(PortHolder { pid, name: name.trim().to_owned() })
 }
 
 /// Inodes of the sockets that listen on `port`, in a table of `/proc/net/tcp`.
@@ -114,7 +114,7 @@ fn listeners(table: &str, port: u16) -> Vec<u64> {
 }
 
 /// The first address that cannot be used, unless others can and the machine merely lacks it.
-pub fn judge(facts: &[PortFacts]) -> Verdict {
+pub fn judge(facts: &[PortFacts]) -> CheckVerdict {
     let works = facts.iter().any(|port| port.bind == Bind::Free);
     let bad = facts.iter().find(|port| match port.bind {
         Bind::Free => false,
@@ -128,39 +128,39 @@ pub fn judge(facts: &[PortFacts]) -> Verdict {
         Bind::Free => free(facts),
         Bind::InUse(holder) => {
             let who = match holder {
-                Some(Holder { pid, name }) => format!("{name} (pid {pid})"),
+                Some(PortHolder { pid, name }) => format!("{name} (pid {pid})"),
                 None => "a process of another user".to_owned(),
             };
-            Verdict::problem(
+            CheckVerdict::problem(
                 format!("port {port} of {addr} is in use by {who}"),
                 "stop that process or choose another --port; if it is the server that you ask about, all is well",
             )
         }
-        Bind::Denied => Verdict::problem(
+        Bind::Denied => CheckVerdict::problem(
             format!("this user may not listen on port {port} of {addr}"),
             "choose a --port above 1023, or grant CAP_NET_BIND_SERVICE",
         ),
-        Bind::NoAddress => Verdict::problem(
+        Bind::NoAddress => CheckVerdict::problem(
             format!("this machine does not have the address {addr}"),
             "give one of its own with --host_maddrs, and the public one with --public_ip",
         ),
-        Bind::Refused(why) => Verdict::problem(
+        Bind::Refused(why) => CheckVerdict::problem(
             format!("cannot listen on {addr}: {why}"),
             "choose other --host_maddrs",
         ),
     }
 }
 
-fn free(facts: &[PortFacts]) -> Verdict {
+fn free(facts: &[PortFacts]) -> CheckVerdict {
     let mut ports: Vec<u16> = facts.iter().map(|facts| facts.port).collect();
     ports.dedup();
     match &ports[..] {
-        [] => Verdict::skipped("no address of --host_maddrs is an IP address with a TCP port"),
-        [0] => Verdict::ok(
+        [] => CheckVerdict::skipped("no address of --host_maddrs is an IP address with a TCP port"),
+        [0] => CheckVerdict::ok(
             "a free port is chosen at each start; --port keeps one for routers and peers",
         ),
-        [port] => Verdict::ok(format!("port {port} is free")),
-        several => Verdict::ok(format!("ports {several:?} are free")),
+        [port] => CheckVerdict::ok(format!("port {port} is free")),
+        several => CheckVerdict::ok(format!("ports {several:?} are free")),
     }
 }
 
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_port_that_cannot_be_used_is_a_problem_and_its_holder_is_named() {
-        let holder = Holder { pid: 7, name: "nginx".into() };
+        let holder = PortHolder { pid: 7, name: "nginx".into() };
         for (bind, words) in [
             (Bind::InUse(Some(holder)), &["port 80", "nginx (pid 7)", "--port"][..]),
             (Bind::InUse(None), &["another user"]),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use nix::sys::statvfs::statvfs;
 use nix::unistd::{AccessFlags, access};
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 use super::system::size;
 
 /// Bytes that downloads leave free on the disk, as prepare does (`disk_cache.rs`).
@@ -59,11 +59,11 @@ pub enum DiskNeed {
 }
 
 /// Whether the folder can be written, and the disk holds what a start writes there.
-pub fn judge(facts: &CacheFacts, need: DiskNeed) -> Verdict {
+pub fn judge(facts: &CacheFacts, need: DiskNeed) -> CheckVerdict {
     let CacheFacts { folder, exists, fault, free } = facts;
     let shown = folder.display();
     if let Some(fault) = fault {
-        return Verdict::problem(
+        return CheckVerdict::problem(
             format!("{shown} cannot be written: {fault}"),
             "make it a folder that this user can write to, or choose another --cache_dir",
         );
@@ -74,16 +74,16 @@ pub fn judge(facts: &CacheFacts, need: DiskNeed) -> Verdict {
     };
     let usable = free.saturating_sub(MARGIN);
     match need {
-        DiskNeed::Little => Verdict::ok(found),
-        DiskNeed::Blocks(_) if usable == 0 => Verdict::problem(
+        DiskNeed::Little => CheckVerdict::ok(found),
+        DiskNeed::Blocks(_) if usable == 0 => CheckVerdict::problem(
             format!("{found}: blocks are written only above a margin of {}", size(MARGIN)),
             "free space, or choose another --cache_dir",
         ),
-        DiskNeed::Blocks(Some(bytes)) if bytes > usable => Verdict::warning(
+        DiskNeed::Blocks(Some(bytes)) if bytes > usable => CheckVerdict::warning(
             format!("{found}, and the whole model has {}", size(bytes)),
             "serve fewer blocks (--num_blocks), free space, or choose another --cache_dir",
         ),
-        DiskNeed::Blocks(_) => Verdict::ok(found),
+        DiskNeed::Blocks(_) => CheckVerdict::ok(found),
     }
 }
 

@@ -9,7 +9,7 @@ use shared::sandbox::Support;
 use shared::shm::segment::MemfdSegment;
 use supervisor::{sizing, spawn};
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 
 /// Memory below which only the smallest blocks fit beside the processes.
 const LITTLE_MEMORY: u64 = 1 << 30;
@@ -60,17 +60,17 @@ pub fn kernel() -> KernelFacts {
 }
 
 /// Sepal needs Linux 5.3 (pidfd_open); containers may refuse more.
-pub fn judge_kernel(facts: &KernelFacts) -> Verdict {
+pub fn judge_kernel(facts: &KernelFacts) -> CheckVerdict {
     let KernelFacts { release, missing, has_psi } = facts;
     if let Some((what, why)) = missing.first() {
-        return Verdict::problem(
+        return CheckVerdict::problem(
             format!("Linux {release} refuses {what}: {why}"),
             "use Linux 5.3 or newer, and allow the call in the container's seccomp profile",
         );
     }
     match has_psi {
-        true => Verdict::ok(format!("Linux {release} has sealed memory, eventfd, pidfd and PSI")),
-        false => Verdict::warning(
+        true => CheckVerdict::ok(format!("Linux {release} has sealed memory, eventfd, pidfd and PSI")),
+        false => CheckVerdict::warning(
             format!("Linux {release} does not tell the pressure on memory (/proc/pressure/memory)"),
             "boot with psi=1, so that Sepal sees a lack of memory before the OOM killer does",
         ),
@@ -78,10 +78,10 @@ pub fn judge_kernel(facts: &KernelFacts) -> Verdict {
 }
 
 /// Whether children can be confined.
-pub fn judge_sandbox(support: Support) -> Verdict {
+pub fn judge_sandbox(support: Support) -> CheckVerdict {
     match support.check() {
-        Ok(()) => Verdict::ok(format!("the kernel confines {support}")),
-        Err(error) => Verdict::warning(
+        Ok(()) => CheckVerdict::ok(format!("the kernel confines {support}")),
+        Err(error) => CheckVerdict::warning(
             format!("children are confined less than they could be: {error}"),
             "use Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)",
         ),
@@ -114,11 +114,11 @@ pub fn limits(wanted_files: u64) -> LimitFacts {
 }
 
 /// Whether they suffice.
-pub fn judge_limits(facts: &LimitFacts) -> Verdict {
+pub fn judge_limits(facts: &LimitFacts) -> CheckVerdict {
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
     let LimitFacts { files, wanted_files, locked, tasks } = *facts;
     if let Some(files) = files.filter(|files| *files < wanted_files) {
-        return Verdict::warning(
+        return CheckVerdict::warning(
             format!("at most {files} open files are allowed, and serve wants {wanted_files}"),
             format!(
                 "raise the limit (ulimit -n {wanted_files}, or LimitNOFILE={wanted_files} in the unit), \
@@ -127,14 +127,14 @@ pub fn judge_limits(facts: &LimitFacts) -> Verdict {
         );
     }
     if let Some(tasks) = tasks.filter(|tasks| *tasks < LEAST_TASKS) {
-        return Verdict::warning(
+        return CheckVerdict::warning(
             format!("at most {tasks} processes and threads of this user are allowed"),
             format!(
                 "raise the limit to {LEAST_TASKS} or more (ulimit -u, or LimitNPROC= in the unit)"
             ),
         );
     }
-    Verdict::ok(format!(
+    CheckVerdict::ok(format!(
         "open files {}, processes and threads {}, locked memory {}",
         shown(files),
         shown(tasks),
@@ -160,17 +160,17 @@ pub fn shm(folder: &Path) -> ShmFacts {
 }
 
 /// Only the small segments pass through /dev/shm; tensors do not.
-pub fn judge_shm(facts: &ShmFacts) -> Verdict {
+pub fn judge_shm(facts: &ShmFacts) -> CheckVerdict {
     match &facts.free {
-        Err(why) => Verdict::problem(
+        Err(why) => CheckVerdict::problem(
             format!("no file can be made in /dev/shm: {why}"),
             "mount a tmpfs there that this user can write to (containers: --tmpfs /dev/shm)",
         ),
-        Ok(free) if *free < LEAST_SHM => Verdict::problem(
+        Ok(free) if *free < LEAST_SHM => CheckVerdict::problem(
             format!("/dev/shm has {} free", size(*free)),
             format!("remove files there; {} are needed", size(LEAST_SHM)),
         ),
-        Ok(free) => Verdict::ok(format!("/dev/shm has {} free", size(*free))),
+        Ok(free) => CheckVerdict::ok(format!("/dev/shm has {} free", size(*free))),
     }
 }
 
@@ -213,9 +213,9 @@ fn meminfo(text: &str, name: &str) -> Option<u64> {
 }
 
 /// Whether blocks fit beside the processes. How many, `sepal serve` says with its arithmetic.
-pub fn judge_memory(facts: Option<MemoryFacts>) -> Verdict {
+pub fn judge_memory(facts: Option<MemoryFacts>) -> CheckVerdict {
     let Some(MemoryFacts { total, available, group_limit, swap, swap_used }) = facts else {
-        return Verdict::warning("/proc/meminfo does not tell", "give --max_memory");
+        return CheckVerdict::warning("/proc/meminfo does not tell", "give --max_memory");
     };
     let limit = group_limit.filter(|limit| *limit < total);
     let of = match limit {
@@ -228,13 +228,13 @@ pub fn judge_memory(facts: Option<MemoryFacts>) -> Verdict {
         None => "end other programs, or add memory",
     };
     if available < TOO_LITTLE_MEMORY {
-        return Verdict::problem(found, more);
+        return CheckVerdict::problem(found, more);
     }
     if available < LITTLE_MEMORY {
-        return Verdict::warning(format!("{found}: few blocks fit"), more);
+        return CheckVerdict::warning(format!("{found}: few blocks fit"), more);
     }
     if swap_used > LITTLE_MEMORY && available < total / 10 {
-        return Verdict::warning(
+        return CheckVerdict::warning(
             format!(
                 "{found}, of which {} are used: weights that are swapped out are slow",
                 size(swap_used)
@@ -242,7 +242,7 @@ pub fn judge_memory(facts: Option<MemoryFacts>) -> Verdict {
             "end other programs, or give --max_memory",
         );
     }
-    Verdict::ok(found)
+    CheckVerdict::ok(found)
 }
 
 /// Bytes for people.
@@ -264,7 +264,7 @@ mod tests {
     use super::super::check::Status;
     use super::*;
 
-    fn is(verdict: &Verdict, status: Status, words: &[&str]) {
+    fn is(verdict: &CheckVerdict, status: Status, words: &[&str]) {
         let text = format!("{}; {}", verdict.found, verdict.advice.as_deref().unwrap_or_default());
         assert_eq!(verdict.status, status, "{text}");
         assert_eq!(verdict.advice.is_some(), status != Status::Ok, "{text}");

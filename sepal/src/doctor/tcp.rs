@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::check::Verdict;
+use super::check::CheckVerdict;
 use super::system::size;
 
 /// Bytes under way on a line of 1 Gbit/s with a round trip of 100 ms, and as many again for what the kernel adds.
@@ -41,7 +41,7 @@ pub fn observe(folder: &Path) -> TcpFacts {
 }
 
 /// Whether they slow a server down.
-pub fn judge(facts: &TcpFacts) -> Verdict {
+pub fn judge(facts: &TcpFacts) -> CheckVerdict {
     let congestion = facts.congestion.as_deref().unwrap_or("unknown");
     let (mut slow, mut settings) = (Vec::new(), Vec::new());
     // BBR keeps what it knows of the line.
@@ -59,9 +59,9 @@ pub fn judge(facts: &TcpFacts) -> Verdict {
         settings.push(format!("'net.ipv4.{name}={least} {usual} {ADVISED_BUFFER}'"));
     }
     if slow.is_empty() {
-        return Verdict::ok(format!("TCP ({congestion}) is set for long lines"));
+        return CheckVerdict::ok(format!("TCP ({congestion}) is set for long lines"));
     }
-    Verdict::warning(
+    CheckVerdict::warning(
         format!("TCP ({congestion}): {}", slow.join("; ")),
         format!("as root: sysctl -w {}", settings.join(" ")),
     )

@@ -34,7 +34,7 @@ fn survey(formats: Vec<FormatSurvey>) -> ModelSurvey {
         let missing = BTreeMap::from([(format!("block-{block}"), 1_000_000_000)]);
         (block, BlockSource { stored_bytes: 999_999_000, missing })
     };
-    let source = Source::Hub { commit: "0123456789abcdef".into() };
+    let source = CheckpointSource::Hub { commit: "0123456789abcdef".into() };
     ModelSurvey { source, formats, blocks: (0..80).map(block).collect() }
 }
 
@@ -43,7 +43,7 @@ const GIGABIT: NetworkRate = NetworkRate { bits_per_s: 1e9, source: RateSource::
 /// The plan with so many MiB of memory.
 fn planned(flags: &str, mib: u64, survey: &ModelSurvey) -> Plan {
     let config = options(flags).config;
-    let memory = Memory { available_bytes: Some(mib << 20), ..Memory::of(&config) };
+    let memory = InstanceMemory { available_bytes: Some(mib << 20), ..InstanceMemory::of(&config) };
     plan(&config, &memory, survey, GIGABIT)
 }
 

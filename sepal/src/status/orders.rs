@@ -7,7 +7,7 @@ use indicatif::ProgressBar;
 use shared::exit::ExitReason;
 use supervisor::instance::LiveInstance;
 use supervisor::report::Pause;
-use supervisor::status::{Answer, Request, ask, order};
+use supervisor::status::{InstanceAnswer, InstanceRequest, ask, order};
 
 use super::{StatusError, as_owner, ended, only};
 
@@ -25,7 +25,7 @@ pub struct OrderOptions {
     /// Folder of the instances.
     pub runtime_dir: PathBuf,
     /// What is to be done.
-    pub request: Request,
+    pub request: InstanceRequest,
     /// Whether to return at once instead of waiting until the devices are free.
     pub no_wait: bool,
 }
@@ -39,28 +39,28 @@ fn give(options: &OrderOptions) -> Result<(), StatusError> {
     let live = only(options.instance.as_deref(), &options.runtime_dir)?;
     let silent = |source| StatusError::Silent { name: live.name.clone(), source };
     match order(&live.status_socket, &options.request).map_err(silent)? {
-        Answer::Refused { error } => {
+        InstanceAnswer::Refused { error } => {
             return Err(StatusError::Refused { name: live.name, error });
         }
-        Answer::Accepted | Answer::Report(_) => {}
+        InstanceAnswer::Accepted | InstanceAnswer::Report(_) => {}
     }
     match &options.request {
-        Request::Pause { .. } if options.no_wait => println!("instance {}: pausing", live.name),
-        Request::Pause { patience_s } => {
+        InstanceRequest::Pause { .. } if options.no_wait => println!("instance {}: pausing", live.name),
+        InstanceRequest::Pause { patience_s } => {
             let patience = Duration::from_secs(*patience_s) + WORKERS_PATIENCE;
             wait_for_pause(&live, patience)?;
             println!("instance {}: paused, its devices are free", live.name);
         }
-        Request::Resume => println!("instance {}: resuming", live.name),
-        Request::Restart { worker } => {
+        InstanceRequest::Resume => println!("instance {}: resuming", live.name),
+        InstanceRequest::Restart { worker } => {
             println!("instance {}: restarting worker {worker}", live.name);
         }
-        Request::Upgrade { .. } if options.no_wait => println!("instance {}: upgrading", live.name),
-        Request::Upgrade { .. } => {
+        InstanceRequest::Upgrade { .. } if options.no_wait => println!("instance {}: upgrading", live.name),
+        InstanceRequest::Upgrade { .. } => {
             let build = wait_for_upgrade(&live)?;
             println!("instance {}: upgraded, every process is of build {build}", live.name);
         }
-        Request::Report { .. } => {}
+        InstanceRequest::Report { .. } => {}
     }
     Ok(())
 }

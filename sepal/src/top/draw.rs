@@ -20,7 +20,7 @@ use ratatui::widgets::{Clear, Paragraph, Row, Table, Wrap};
 use shared::figures::{Announcement, BlockCoverage, Figures, SessionFigures};
 use supervisor::report::{ChildReport, InstanceReport};
 
-use super::state::View;
+use super::state::TopState;
 use super::text::{bars, clean, gibibytes, number, short};
 
 /// Most lines of processes; the others are reached by scrolling to them.
@@ -44,7 +44,7 @@ blocks           servers of each block that are online, + for more than 9;
 ";
 
 /// Draws all of it.
-pub fn draw(frame: &mut Frame<'_>, view: &View) {
+pub fn draw(frame: &mut Frame<'_>, view: &TopState) {
     let area = frame.area();
     let Some((live, report)) = view.instance() else {
         let text = view.notice().unwrap_or("no instance runs; waiting for one");
@@ -73,7 +73,7 @@ pub fn draw(frame: &mut Frame<'_>, view: &View) {
 }
 
 /// The lines at the top.
-fn summary<'a>(name: &str, report: &InstanceReport, view: &View, width: u16) -> Vec<Line<'a>> {
+fn summary<'a>(name: &str, report: &InstanceReport, view: &TopState, width: u16) -> Vec<Line<'a>> {
     let figures = &report.figures;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let up = short(now.saturating_sub(report.started_unix_s) as f64);
@@ -117,7 +117,7 @@ fn summary<'a>(name: &str, report: &InstanceReport, view: &View, width: u16) -> 
     vec![title, Line::from(vec![Span::from(rates), graph]), Line::from(latency)]
 }
 
-fn draw_processes(frame: &mut Frame<'_>, report: &InstanceReport, view: &View, area: Rect) {
+fn draw_processes(frame: &mut Frame<'_>, report: &InstanceReport, view: &TopState, area: Rect) {
     let heads =
         Row::new(["PROCESS", "PID", "STATE", "PHASE", "BLOCKS", "DEVICE", "BATCH", "JOBS", "RST"]);
     let above = (view.selected() + 1).saturating_sub(MAX_PROCESSES);
@@ -257,7 +257,7 @@ fn cell<'a>(block: &BlockCoverage, is_own: bool) -> Span<'a> {
 }
 
 /// The last line.
-fn bottom<'a>(view: &View) -> Line<'a> {
+fn bottom<'a>(view: &TopState) -> Line<'a> {
     if let Some(request) = view.asked() {
         return Line::from(format!("{request}? y to do it, any other key to leave it")).bold();
     }

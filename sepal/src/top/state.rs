@@ -15,36 +15,36 @@ pub type Heard = Result<Vec<(LiveInstance, InstanceReport)>, String>;
 
 /// What a person can ask of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Request {
+pub enum OperatorRequest {
     /// End the sessions and the workers of the instance, as `sepal pause` does.
     Drain,
     /// Finish running jobs of a worker, named GROUP.RANK, and start it again.
     RestartWorker(String),
 }
 
-impl fmt::Display for Request {
+impl fmt::Display for OperatorRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Request::Drain => f.write_str("drain this instance until sepal resume"),
-            Request::RestartWorker(worker) => write!(f, "restart worker {worker}"),
+            OperatorRequest::Drain => f.write_str("drain this instance until sepal resume"),
+            OperatorRequest::RestartWorker(worker) => write!(f, "restart worker {worker}"),
         }
     }
 }
 
 /// What a key leads to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum KeyOutcome {
     /// The view may have changed, and nothing else.
     Nothing,
     /// The person has seen enough.
     Quit,
     /// The person has confirmed a request.
-    Ask(LiveInstance, Request),
+    Ask(LiveInstance, OperatorRequest),
 }
 
 /// The state of the view; nothing yet by default.
 #[derive(Debug, Default)]
-pub struct View {
+pub struct TopState {
     instances: Vec<(LiveInstance, InstanceReport)>,
     /// The instance that is shown.
     current: usize,
@@ -55,7 +55,7 @@ pub struct View {
     /// Whether the keys are explained.
     is_helping: bool,
     /// A request that waits to be confirmed.
-    asked: Option<Request>,
+    asked: Option<OperatorRequest>,
     /// What the person should know, until the next key.
     notice: Option<String>,
     /// Why there is no report now.
@@ -64,7 +64,7 @@ pub struct View {
     history: VecDeque<f64>,
 }
 
-impl View {
+impl TopState {
     /// Takes what came of a question. What was shown stays while there is no answer.
     pub fn hear(&mut self, heard: Heard) {
         match heard {
@@ -90,13 +90,13 @@ impl View {
     }
 
     /// A key was pressed.
-    pub fn key(&mut self, key: KeyEvent) -> Outcome {
+    pub fn key(&mut self, key: KeyEvent) -> KeyOutcome {
         if key.kind == KeyEventKind::Release {
-            return Outcome::Nothing;
+            return KeyOutcome::Nothing;
         }
         let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         if is_control && matches!(key.code, KeyCode::Char('c' | 'd')) {
-            return Outcome::Quit;
+            return KeyOutcome::Quit;
         }
         self.notice = None;
         if let Some(request) = self.asked.take() {
@@ -104,10 +104,10 @@ impl View {
         }
         if self.is_helping {
             self.is_helping = false;
-            return Outcome::Nothing;
+            return KeyOutcome::Nothing;
         }
         match key.code {
-            KeyCode::Char('q') | KeyCode::Esc => return Outcome::Quit,
+            KeyCode::Char('q') | KeyCode::Esc => return KeyOutcome::Quit,
             KeyCode::Char('?' | 'h') => self.is_helping = true,
             KeyCode::Up => self.selected = self.selected.saturating_sub(1),
             KeyCode::Down => self.selected += 1,
@@ -115,20 +115,20 @@ impl View {
             KeyCode::PageDown => self.scrolled += 5,
             KeyCode::Left => self.show_other(self.instances.len().saturating_sub(1)),
             KeyCode::Right | KeyCode::Tab => self.show_other(1),
-            KeyCode::Char('d') => self.asked = Some(Request::Drain),
+            KeyCode::Char('d') => self.asked = Some(OperatorRequest::Drain),
             KeyCode::Char('r') => self.ask_restart(),
             _ => {}
         }
         self.keep_within();
-        Outcome::Nothing
+        KeyOutcome::Nothing
     }
 
-    fn confirm(&mut self, code: KeyCode, request: Request) -> Outcome {
+    fn confirm(&mut self, code: KeyCode, request: OperatorRequest) -> KeyOutcome {
         match (code, self.instance()) {
-            (KeyCode::Char('y'), Some((live, _))) => Outcome::Ask(live.clone(), request),
+            (KeyCode::Char('y'), Some((live, _))) => KeyOutcome::Ask(live.clone(), request),
             _ => {
                 self.notice = Some("nothing was done".to_owned());
-                Outcome::Nothing
+                KeyOutcome::Nothing
             }
         }
     }
@@ -136,7 +136,7 @@ impl View {
     fn ask_restart(&mut self) {
         let worker = self.process().and_then(|child| child.worker.clone());
         match worker {
-            Some(worker) => self.asked = Some(Request::RestartWorker(worker)),
+            Some(worker) => self.asked = Some(OperatorRequest::RestartWorker(worker)),
             None => self.notice = Some("choose a worker with the arrow keys first".to_owned()),
         }
     }
@@ -206,7 +206,7 @@ impl View {
     }
 
     /// The request that waits to be confirmed.
-    pub fn asked(&self) -> Option<&Request> {
+    pub fn asked(&self) -> Option<&OperatorRequest> {
         self.asked.as_ref()
     }
 
@@ -243,20 +243,20 @@ mod tests {
         (LiveInstance { name: name.to_owned(), status_socket: PathBuf::from(name) }, report)
     }
 
-    fn view() -> View {
-        let mut view = View::default();
+    fn view() -> TopState {
+        let mut view = TopState::default();
         view.hear(Ok(vec![instance("a"), instance("b")]));
         view
     }
 
-    fn press(view: &mut View, code: KeyCode) -> Outcome {
+    fn press(view: &mut TopState, code: KeyCode) -> KeyOutcome {
         view.key(KeyEvent::new(code, KeyModifiers::NONE))
     }
 
     #[test]
     fn arrows_stay_within_what_there_is() {
         let mut view = view();
-        assert_eq!(press(&mut view, KeyCode::Up), Outcome::Nothing);
+        assert_eq!(press(&mut view, KeyCode::Up), KeyOutcome::Nothing);
         assert_eq!(view.selected(), 0);
         (0..5).for_each(|_| drop(press(&mut view, KeyCode::Down)));
         assert_eq!(view.process().unwrap().role, "gpu-worker");
@@ -273,7 +273,7 @@ mod tests {
         assert_eq!((view.position(), view.instance().unwrap().0.name.as_str()), ((1, 1), "b"));
         view.hear(Ok(Vec::new()));
         assert!(view.process().is_none());
-        assert_eq!(press(&mut view, KeyCode::Down), Outcome::Nothing);
+        assert_eq!(press(&mut view, KeyCode::Down), KeyOutcome::Nothing);
     }
 
     #[test]
@@ -283,17 +283,17 @@ mod tests {
         assert!(view.asked().is_none() && view.notice().unwrap().contains("choose a worker"));
         press(&mut view, KeyCode::Down);
         press(&mut view, KeyCode::Char('r'));
-        let restart = Request::RestartWorker("0.0".to_owned());
+        let restart = OperatorRequest::RestartWorker("0.0".to_owned());
         assert_eq!(view.asked(), Some(&restart));
-        assert_eq!(press(&mut view, KeyCode::Char('n')), Outcome::Nothing);
+        assert_eq!(press(&mut view, KeyCode::Char('n')), KeyOutcome::Nothing);
         assert_eq!((view.asked(), view.notice()), (None, Some("nothing was done")));
         press(&mut view, KeyCode::Char('r'));
         let confirmed = press(&mut view, KeyCode::Char('y'));
-        assert_eq!(confirmed, Outcome::Ask(instance("a").0, restart));
+        assert_eq!(confirmed, KeyOutcome::Ask(instance("a").0, restart));
         view.answered(Err("it is loading".to_owned()));
         assert_eq!(view.notice(), Some("not done: it is loading"));
         press(&mut view, KeyCode::Char('d'));
-        assert_eq!(view.asked(), Some(&Request::Drain));
+        assert_eq!(view.asked(), Some(&OperatorRequest::Drain));
         // What was asked was of that instance.
         view.hear(Ok(vec![instance("b")]));
         assert_eq!(view.asked(), None);
@@ -302,13 +302,13 @@ mod tests {
     #[test]
     fn q_and_ctrl_c_quit_also_while_something_is_asked() {
         let mut view = view();
-        assert_eq!(press(&mut view, KeyCode::Char('q')), Outcome::Quit);
+        assert_eq!(press(&mut view, KeyCode::Char('q')), KeyOutcome::Quit);
         press(&mut view, KeyCode::Char('?'));
         assert!(view.is_helping());
-        assert_eq!(press(&mut view, KeyCode::Char('q')), Outcome::Nothing);
+        assert_eq!(press(&mut view, KeyCode::Char('q')), KeyOutcome::Nothing);
         press(&mut view, KeyCode::Char('d'));
         let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(view.key(control_c), Outcome::Quit);
+        assert_eq!(view.key(control_c), KeyOutcome::Quit);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use shared::bootstrap::DescriptorSocket;
 use shared::control::FdTag;
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::doorbell::MAX_SPIN;
-use shared::shm::group::{Group, GroupMap, GroupShape, Member, WaitPolicy};
+use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, WaitPolicy};
 
 const ROUNDS: usize = 10;
 const WARM_UP: usize = 50;
@@ -131,7 +131,7 @@ fn copies(size: &Size) -> Vec<Duration> {
 }
 
 fn sums(size: &Size, spin: Duration, other: usize) -> Vec<Duration> {
-    let group = Group::create("sepal-bench-group", &SHAPE).expect("make a group");
+    let group = GroupOwner::create("sepal-bench-group", &SHAPE).expect("make a group");
     let mut peer = start(&group, size, spin, other);
     let (segment, bells) = (group.try_clone(), group.doorbells());
     let (segment, bells) = (segment.expect("a descriptor"), bells.expect("descriptors"));
@@ -146,7 +146,7 @@ fn sums(size: &Size, spin: Duration, other: usize) -> Vec<Duration> {
 }
 
 /// Time of one sum.
-fn sum(member: &mut Member, values: &mut [f32], own: f32) -> Duration {
+fn sum(member: &mut GroupMember, values: &mut [f32], own: f32) -> Duration {
     black_box(&mut *values).fill(own);
     let start = Instant::now();
     member.all_reduce(values).expect("a sound group");
@@ -155,13 +155,13 @@ fn sum(member: &mut Member, values: &mut [f32], own: f32) -> Duration {
     time
 }
 
-fn member(map: &std::sync::Arc<GroupMap>, spin: Duration) -> Member {
+fn member(map: &std::sync::Arc<GroupMap>, spin: Duration) -> GroupMember {
     let policy = WaitPolicy { spin, interval: DEADLINE, heartbeat: Box::new(|| ()) };
-    Member::new(map, policy).expect("a member")
+    GroupMember::new(map, policy).expect("a member")
 }
 
 /// Starts the other rank.
-fn start(group: &Group, size: &Size, spin: Duration, core: usize) -> Child {
+fn start(group: &GroupOwner, size: &Size, spin: Duration, core: usize) -> Child {
     let (ours, theirs) = DescriptorSocket::pair().expect("a socket");
     let (segment, bells) = (group.try_clone(), group.doorbells());
     let (segment, bells) = (segment.expect("a descriptor"), bells.expect("descriptors"));

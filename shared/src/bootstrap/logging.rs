@@ -26,7 +26,7 @@ use crate::ids::{Generation, WorkerId};
 
 /// Who writes the lines of this process.
 #[derive(Clone, Copy, Debug)]
-pub struct Identity {
+pub struct LogIdentity {
     /// Role of the process, for example `netd`.
     pub role: &'static str,
     pub worker: Option<WorkerId>,
@@ -51,7 +51,7 @@ pub enum LogError {
 ///
 /// # Errors
 /// [`LogError::BadFilter`] when the filter does not parse.
-pub fn init_logging(config: &LogConfig, identity: Identity) -> Result<(), LogError> {
+pub fn init_logging(config: &LogConfig, identity: LogIdentity) -> Result<(), LogError> {
     // The Hub's library logs each failed request as an error. prepare says what matters of it.
     let filter = match config.filter.contains("hf_hub") {
         true => config.filter.clone(),
@@ -93,7 +93,7 @@ pub fn abort_on_panic() {
 }
 
 struct Lines {
-    identity: Identity,
+    identity: LogIdentity,
     format: LogFormat,
 }
 
@@ -185,7 +185,7 @@ impl Lines {
         }
         line.insert("pid".into(), std::process::id().into());
         line.insert("target".into(), event.metadata().target().into());
-        event.record(&mut Fields(&mut line));
+        event.record(&mut LogFields(&mut line));
         writeln!(out, "{}", escaped_json(&Value::Object(line).to_string()))
     }
 }
@@ -242,9 +242,9 @@ impl Visit for TextFields<'_, '_> {
 }
 
 /// Collects the fields of an event as JSON values.
-struct Fields<'a>(&'a mut Map<String, Value>);
+struct LogFields<'a>(&'a mut Map<String, Value>);
 
-impl Visit for Fields<'_> {
+impl Visit for LogFields<'_> {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.0.insert(field.name().into(), format!("{value:?}").into());
     }
@@ -296,7 +296,7 @@ mod tests {
     }
 
     fn logged_with(format: LogFormat, colours: bool, log: impl FnOnce()) -> String {
-        let identity = Identity {
+        let identity = LogIdentity {
             role: "gpu-worker",
             worker: Some(WorkerId::solo(GroupId(1))),
             generation: Some(Generation(2)),
@@ -383,7 +383,7 @@ mod tests {
     #[test]
     fn a_bad_filter_is_named() {
         let config = LogConfig { filter: "info,=,,x=loud".into(), format: LogFormat::Text };
-        let identity = Identity { role: "serve", worker: None, generation: None };
+        let identity = LogIdentity { role: "serve", worker: None, generation: None };
         assert!(init_logging(&config, identity).unwrap_err().to_string().contains("x=loud"));
     }
 }

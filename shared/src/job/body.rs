@@ -51,7 +51,7 @@ pub struct Prompts {
 }
 
 pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
-    let mut out = Writer(bytes);
+    let mut out = BodyWriter(bytes);
     out.word(job.kind.code() as u32 | (job.dtype as u32) << 8);
     out.word(job.adapter.unwrap_or(NONE));
     for n in [job.batch, job.tokens, job.hidden] {
@@ -80,9 +80,9 @@ pub(super) fn encode(job: &JobBody, bytes: &mut Vec<u8>) {
     }
 }
 
-struct Writer<'a>(&'a mut Vec<u8>);
+struct BodyWriter<'a>(&'a mut Vec<u8>);
 
-impl Writer<'_> {
+impl BodyWriter<'_> {
     fn word(&mut self, word: u32) {
         self.0.extend_from_slice(&word.to_le_bytes());
     }
@@ -98,12 +98,12 @@ impl Writer<'_> {
     }
 }
 
-struct Reader<'a> {
+struct BodyReader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
-impl Reader<'_> {
+impl BodyReader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], JobError> {
         let bad = JobError::BadBody { at: self.at as u64 };
         let end = self.at.checked_add(N).ok_or(bad)?;
@@ -151,7 +151,7 @@ pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobErr
     if bytes.len() > MAX_BODY_BYTES {
         return Err(JobError::BodyTooLong { bytes: bytes.len() as u64 });
     }
-    let job = parse(&mut Reader { bytes, at: 0 })?;
+    let job = parse(&mut BodyReader { bytes, at: 0 })?;
     check_shape(&job, limits)?;
     check_slots(&job, limits)?;
     match job.kind {
@@ -164,7 +164,7 @@ pub(super) fn decode(bytes: &[u8], limits: &JobLimits) -> Result<JobBody, JobErr
     Ok(job)
 }
 
-fn parse(r: &mut Reader<'_>) -> Result<JobBody, JobError> {
+fn parse(r: &mut BodyReader<'_>) -> Result<JobBody, JobError> {
     let head = r.word()?;
     let bad = JobError::BadBody { at: 0 };
     let kind = WorkKind::from_code(u64::from(head & 0xff)).ok_or(bad)?;

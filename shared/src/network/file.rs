@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::link::Link;
+use super::link::NetworkLink;
 use super::rate::NetworkRate;
 use crate::files::EntryFile;
 
@@ -48,7 +48,7 @@ impl RateFile {
     }
 
     /// What was measured on this link and still holds.
-    pub fn kept(&self, link: &Link) -> Option<NetworkRate> {
+    pub fn kept(&self, link: &NetworkLink) -> Option<NetworkRate> {
         let kept = self.0.read::<Measurement>().get(&link.name).copied()?;
         kept.holds(unix_s()).then_some(kept.rate)
     }
@@ -57,7 +57,7 @@ impl RateFile {
     ///
     /// # Errors
     /// When the file cannot be written; the next start measures again.
-    pub fn keep(&self, link: &Link, rate: NetworkRate) -> io::Result<()> {
+    pub fn keep(&self, link: &NetworkLink, rate: NetworkRate) -> io::Result<()> {
         let measured_unix_s = unix_s();
         let mut entries: BTreeMap<String, Measurement> = self.0.read();
         entries.retain(|_, kept| kept.holds(measured_unix_s));
@@ -89,8 +89,8 @@ mod tests {
 
     const PEERS: NetworkRate = NetworkRate { bits_per_s: 4e8, source: RateSource::Peers };
 
-    fn link() -> Link {
-        Link { name: "eth0 via 0101A8C0".into(), speed_bits_per_s: None }
+    fn link() -> NetworkLink {
+        NetworkLink { name: "eth0 via 0101A8C0".into(), speed_bits_per_s: None }
     }
 
     #[test]
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(file.kept(&here), None);
         file.keep(&here, PEERS).unwrap();
         assert_eq!(file.kept(&here), Some(PEERS));
-        let elsewhere = Link { name: "wlan0 via 0101A8C0".into(), ..here.clone() };
+        let elsewhere = NetworkLink { name: "wlan0 via 0101A8C0".into(), ..here.clone() };
         assert_eq!(file.kept(&elsewhere), None);
         let now = unix_s();
         let kept = |measured_unix_s, bits_per_s| Measurement {
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!(file.kept(&link()), None, "{nonsense:?}");
         }
         for number in 0..2 * MAX_LINKS {
-            let there = Link { name: format!("eth{number}"), speed_bits_per_s: None };
+            let there = NetworkLink { name: format!("eth{number}"), speed_bits_per_s: None };
             file.keep(&there, PEERS).unwrap();
             assert_eq!(file.kept(&there), Some(PEERS));
         }

@@ -10,32 +10,32 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The interface of the default route. A measurement holds for one link: the
 /// interface with the gateway behind it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Link {
+pub struct NetworkLink {
     /// Interface and gateway as the kernel names them; empty without a default route.
     pub name: String,
     /// What the interface can do; `None` where the kernel does not know, as for most radios.
     pub speed_bits_per_s: Option<f64>,
 }
 
-impl Link {
+impl NetworkLink {
     /// The link of this process's network.
-    pub fn of_system() -> Link {
-        Link::under(Path::new("/"))
+    pub fn of_system() -> NetworkLink {
+        NetworkLink::under(Path::new("/"))
     }
 
     /// The same with another root of `proc` and `sys`.
-    fn under(root: &Path) -> Link {
+    fn under(root: &Path) -> NetworkLink {
         let ip4 = default_ip4(&text(&root.join("proc/net/route")));
         let route = ip4.or_else(|| default_ip6(&text(&root.join("proc/net/ipv6_route"))));
         let Some((interface, gateway)) = route else {
-            return Link::default();
+            return NetworkLink::default();
         };
         let is_name = !interface.contains('/') && !interface.starts_with('.');
         let speed = root.join("sys/class/net").join(&interface).join("speed");
         // Megabits per second; -1 or an error where there is no such thing.
         let speed = if is_name { text(&speed) } else { String::new() };
         let megabits = speed.trim().parse::<u32>().ok().filter(|speed| *speed > 0);
-        Link {
+        NetworkLink {
             name: format!("{interface} via {gateway}"),
             speed_bits_per_s: megabits.map(|megabits| f64::from(megabits) * 1e6),
         }
@@ -95,8 +95,8 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         };
-        let found = || Link::under(root.path());
-        assert_eq!(found(), Link::default(), "no tables at all");
+        let found = || NetworkLink::under(root.path());
+        assert_eq!(found(), NetworkLink::default(), "no tables at all");
         write(
             "proc/net/ipv6_route",
             "fe800000000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 1 0 1 eth9\n\

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::link::Link;
+use super::link::NetworkLink;
 
 /// Rate of a network that could not be measured (`petals/server/throughput.py`).
 pub const ASSUMED_BITS_PER_S: f64 = 1e8;
@@ -41,7 +41,7 @@ pub struct NetworkRate {
 
 impl NetworkRate {
     /// The rate that counts, in the order of [`crate::network`].
-    pub fn of(asked: Option<f64>, measured: Option<NetworkRate>, link: &Link) -> NetworkRate {
+    pub fn of(asked: Option<f64>, measured: Option<NetworkRate>, link: &NetworkLink) -> NetworkRate {
         if let Some(bits_per_s) = asked {
             let source = RateSource::Operator;
             return NetworkRate { bits_per_s, source };
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn the_operator_goes_before_a_measurement_before_what_is_assumed_and_the_link_bounds() {
         let rate = |asked, measured, speed| {
-            let link = Link { name: "eth0 via 0101A8C0".into(), speed_bits_per_s: speed };
+            let link = NetworkLink { name: "eth0 via 0101A8C0".into(), speed_bits_per_s: speed };
             let rate = NetworkRate::of(asked, measured, &link);
             (rate.bits_per_s, rate.source)
         };

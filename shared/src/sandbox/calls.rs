@@ -9,7 +9,7 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter, sock_filter,
 };
 
-use super::{Confinement, Subject, table};
+use super::{Confinement, SandboxSubject, table};
 
 /// Whether the kernel filters system calls.
 pub(super) fn is_supported() -> bool {
@@ -17,14 +17,14 @@ pub(super) fn is_supported() -> bool {
 }
 
 /// Filters the calls of this thread, and of all that it starts.
-pub(super) fn filter(who: Subject, confinement: &Confinement) -> Result<(), String> {
+pub(super) fn filter(who: SandboxSubject, confinement: &Confinement) -> Result<(), String> {
     let program = program(who, confinement)?;
     // The second filter is asked too; the strictest answer counts.
     apply_filter(&program).map_err(|error| error.to_string())?;
     apply_filter(&other_numbers()).map_err(|error| error.to_string())
 }
 
-fn program(who: Subject, confinement: &Confinement) -> Result<BpfProgram, String> {
+fn program(who: SandboxSubject, confinement: &Confinement) -> Result<BpfProgram, String> {
     let failed = |error: seccompiler::BackendError| error.to_string();
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = table::REFUSALS
         .iter()

@@ -7,7 +7,7 @@ use landlock::{
     RulesetStatus, Scope, path_beneath_rules,
 };
 
-use super::{Confinement, Subject, table};
+use super::{Confinement, SandboxSubject, table};
 
 /// The newest rules that are asked for; older kernels apply what they know.
 const RULES: ABI = ABI::V6;
@@ -22,7 +22,7 @@ pub(super) fn is_supported() -> bool {
 }
 
 /// Restricts this thread, and all that it starts, to the files of `who`.
-pub(super) fn restrict(who: Subject, confinement: &Confinement) -> Result<(), String> {
+pub(super) fn restrict(who: SandboxSubject, confinement: &Confinement) -> Result<(), String> {
     let status = rules(who, confinement).map_err(|error| error.to_string())?;
     match status {
         RulesetStatus::NotEnforced => Err("is missing".to_owned()),
@@ -30,7 +30,7 @@ pub(super) fn restrict(who: Subject, confinement: &Confinement) -> Result<(), St
     }
 }
 
-fn rules(who: Subject, confinement: &Confinement) -> Result<RulesetStatus, landlock::RulesetError> {
+fn rules(who: SandboxSubject, confinement: &Confinement) -> Result<RulesetStatus, landlock::RulesetError> {
     let all = AccessFs::from_all(RULES);
     // Starting programs is refused to all; libraries are mapped, not executed.
     let read = AccessFs::from_read(RULES) & !AccessFs::Execute;

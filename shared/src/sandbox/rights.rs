@@ -9,14 +9,14 @@ use caps::{CapSet, Capability, CapsHashSet};
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use tracing::warn;
 
-use super::{Confinement, Subject, table};
+use super::{Confinement, SandboxSubject, table};
 
 /// What changing the user takes, and what the supervisor needs to end a process of another one.
 pub(super) const OF_WHO_CHANGES: [Capability; 3] =
     [Capability::CAP_SETUID, Capability::CAP_SETGID, Capability::CAP_KILL];
 
 /// Gives up what `who` does not need. A process without rights has nothing to give up.
-pub(super) fn give_up(who: Subject, confinement: &Confinement) -> Result<(), String> {
+pub(super) fn give_up(who: SandboxSubject, confinement: &Confinement) -> Result<(), String> {
     let failed = |error: CapsError| format!("cannot give up rights: {error}");
     let permitted = caps::read(None, CapSet::Permitted).map_err(failed)?;
     if permitted.is_empty() {

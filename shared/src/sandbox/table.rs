@@ -4,31 +4,31 @@
 use caps::Capability;
 use nix::libc;
 
-use super::Subject;
+use super::SandboxSubject;
 
 /// System calls that are refused, and to whom.
 #[derive(Debug)]
-pub struct Refusal {
+pub struct SyscallRefusal {
     /// What they do, for people.
     pub what: &'static str,
     pub calls: &'static [libc::c_long],
     /// Whom they are refused.
-    pub whom: &'static [Subject],
+    pub whom: &'static [SandboxSubject],
     /// Whether they are refused where the driver of a GPU is open, too.
     pub binds_driver: bool,
 }
 
-const ALL: &[Subject] = &[Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page];
+const ALL: &[SandboxSubject] = &[SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page];
 
 /// System calls that are refused whatever their arguments are.
-pub const REFUSALS: &[Refusal] = &[
-    Refusal {
+pub const REFUSALS: &[SyscallRefusal] = &[
+    SyscallRefusal {
         what: "start a program",
         calls: &[libc::SYS_execve, libc::SYS_execveat],
         whom: ALL,
         binds_driver: true,
     },
-    Refusal {
+    SyscallRefusal {
         what: "look into other processes",
         calls: &[
             libc::SYS_ptrace,
@@ -41,7 +41,7 @@ pub const REFUSALS: &[Refusal] = &[
         whom: ALL,
         binds_driver: true,
     },
-    Refusal {
+    SyscallRefusal {
         what: "mount, change roots and namespaces",
         calls: &[
             libc::SYS_mount,
@@ -62,7 +62,7 @@ pub const REFUSALS: &[Refusal] = &[
         whom: ALL,
         binds_driver: true,
     },
-    Refusal {
+    SyscallRefusal {
         what: "reach rarely used parts of the kernel",
         calls: &[
             libc::SYS_bpf,
@@ -94,10 +94,10 @@ pub const REFUSALS: &[Refusal] = &[
         whom: ALL,
         binds_driver: true,
     },
-    Refusal {
+    SyscallRefusal {
         what: "change the length of a file or of shared memory",
         calls: &[libc::SYS_ftruncate, libc::SYS_truncate, libc::SYS_fallocate],
-        whom: &[Subject::Netd, Subject::Worker],
+        whom: &[SandboxSubject::Netd, SandboxSubject::Worker],
         // It makes memory of its own.
         binds_driver: false,
     },
@@ -105,11 +105,11 @@ pub const REFUSALS: &[Refusal] = &[
 
 /// Families of sockets that a child may open. The control channel needs local ones after an upgrade; a
 /// driver asks the kernel for the links between cards.
-pub fn socket_families(who: Subject, has_driver: bool) -> &'static [libc::c_int] {
+pub fn socket_families(who: SandboxSubject, has_driver: bool) -> &'static [libc::c_int] {
     match (who, has_driver) {
-        (Subject::Worker, false) => &[libc::AF_UNIX],
-        (Subject::Worker, true) => &[libc::AF_UNIX, libc::AF_NETLINK],
-        (Subject::Netd | Subject::Prepare | Subject::Page, _) => {
+        (SandboxSubject::Worker, false) => &[libc::AF_UNIX],
+        (SandboxSubject::Worker, true) => &[libc::AF_UNIX, libc::AF_NETLINK],
+        (SandboxSubject::Netd | SandboxSubject::Prepare | SandboxSubject::Page, _) => {
             &[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK]
         }
     }
@@ -117,26 +117,26 @@ pub fn socket_families(who: Subject, has_driver: bool) -> &'static [libc::c_int]
 
 /// The user and group of a child where the supervisor is the superuser. No system gives these numbers to
 /// anybody (systemd, "Users, Groups, UIDs and GIDs on systemd Systems").
-pub fn user(who: Subject) -> u32 {
+pub fn user(who: SandboxSubject) -> u32 {
     match who {
-        Subject::Netd => 60_600,
-        Subject::Worker => 60_601,
-        Subject::Prepare => 60_602,
-        Subject::Page => 60_603,
+        SandboxSubject::Netd => 60_600,
+        SandboxSubject::Worker => 60_601,
+        SandboxSubject::Prepare => 60_602,
+        SandboxSubject::Page => 60_603,
     }
 }
 
 /// Rights of the superuser that a child keeps if it is started with them. Files belong to the operator, and
 /// Landlock says which; netd listens on low ports if it is told to; a driver pins memory.
-pub fn rights(who: Subject, has_driver: bool) -> &'static [Capability] {
+pub fn rights(who: SandboxSubject, has_driver: bool) -> &'static [Capability] {
     use Capability::{
         CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_IPC_LOCK, CAP_NET_BIND_SERVICE,
     };
     match (who, has_driver) {
-        (Subject::Netd, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_NET_BIND_SERVICE],
-        (Subject::Worker, false) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH],
-        (Subject::Worker, true) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_IPC_LOCK],
-        (Subject::Prepare | Subject::Page, _) => {
+        (SandboxSubject::Netd, _) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_NET_BIND_SERVICE],
+        (SandboxSubject::Worker, false) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH],
+        (SandboxSubject::Worker, true) => &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_IPC_LOCK],
+        (SandboxSubject::Prepare | SandboxSubject::Page, _) => {
             &[CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER]
         }
     }
@@ -199,12 +199,12 @@ pub const WRITTEN_BY_ALL: &[&str] = &["/dev/null"];
 pub const WRITTEN_BY_DRIVER: &[&str] = &["/dev"];
 
 /// Folders and files that a child may read whatever the model is.
-pub fn read_by(who: Subject, has_driver: bool) -> Vec<&'static str> {
+pub fn read_by(who: SandboxSubject, has_driver: bool) -> Vec<&'static str> {
     let more = match who {
-        Subject::Prepare => READ_EVERYTHING,
+        SandboxSubject::Prepare => READ_EVERYTHING,
         _ if has_driver => READ_EVERYTHING,
-        Subject::Netd | Subject::Page => READ_BY_NETD,
-        Subject::Worker => &[],
+        SandboxSubject::Netd | SandboxSubject::Page => READ_BY_NETD,
+        SandboxSubject::Worker => &[],
     };
     [READ_BY_ALL, more].concat()
 }

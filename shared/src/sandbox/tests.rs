@@ -44,7 +44,7 @@ impl Site {
     }
 
     /// What a process that is confined like this can do.
-    fn outcomes(&self, who: Subject, mode: SandboxMode, has_driver: bool) -> Outcomes {
+    fn outcomes(&self, who: SandboxSubject, mode: SandboxMode, has_driver: bool) -> Outcomes {
         let confinement = Confinement {
             mode,
             readable: vec![self.path("weights")],
@@ -127,7 +127,7 @@ fn attempts(root: &Path, parent: Pid) -> Vec<(&'static str, bool)> {
 #[ignore = "started by other tests"]
 fn child() {
     let order = std::env::var(VARIABLE).expect("started by another test");
-    let (who, confinement, root): (Subject, Confinement, PathBuf) =
+    let (who, confinement, root): (SandboxSubject, Confinement, PathBuf) =
         serde_json::from_str(&order).unwrap();
     // As in a role, nothing else runs: the harness of the tests waits.
     enter(who, &confinement).unwrap();
@@ -212,7 +212,7 @@ fn children_change_user() -> bool {
             (numbers[0]..numbers[0] + numbers[2]).contains(&u64::from(number))
         })
     };
-    let users = [Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page].map(table::user);
+    let users = [SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page].map(table::user);
     let maps = ["/proc/self/uid_map", "/proc/self/gid_map"];
     rights::OF_WHO_CHANGES.into_iter().all(has_right)
         && fs::read_to_string("/proc/self/setgroups").is_ok_and(|text| text.trim() == "allow")
@@ -252,7 +252,7 @@ fn each_child_can_do_its_work_and_nothing_else() {
     if Support::of_this_kernel().check().is_err() {
         return ignored(EACH_CHILD, &format!("this kernel confines {}", Support::of_this_kernel()));
     }
-    let free = Site::new().outcomes(Subject::Netd, SandboxMode::Off, false);
+    let free = Site::new().outcomes(SandboxSubject::Netd, SandboxMode::Off, false);
     for (name, _) in free.iter().filter(|(_, done)| !**done) {
         ignored(EACH_CHILD, &format!("\"{name}\", which no process here can"));
     }
@@ -280,12 +280,12 @@ fn each_child_can_do_its_work_and_nothing_else() {
             let can: Vec<&str> = can.collect();
             assert_can(&Site::new().outcomes(who, mode, has_driver), &can, name);
         };
-        check(Subject::Netd, false, &netd, "netd");
-        check(Subject::Worker, false, &COMMON, "worker");
-        check(Subject::Prepare, false, &prepare.concat(), "prepare");
+        check(SandboxSubject::Netd, false, &netd, "netd");
+        check(SandboxSubject::Worker, false, &COMMON, "worker");
+        check(SandboxSubject::Prepare, false, &prepare.concat(), "prepare");
         let page = [&netd[..], &["changes the length of memory"]].concat();
-        check(Subject::Page, false, &page, "page");
-        check(Subject::Worker, true, &[&COMMON[..], &driver].concat(), "worker of a GPU");
+        check(SandboxSubject::Page, false, &page, "page");
+        check(SandboxSubject::Worker, true, &[&COMMON[..], &driver].concat(), "worker of a GPU");
     }
 }
 
@@ -296,7 +296,7 @@ fn what_is_refused_works_where_nothing_is_confined() {
         assert!(NOT_EVERYWHERE.contains(what), "every process can: {what}");
         ignored(UNCONFINED, &format!("\"{what}\", which no process here can"));
     }
-    for who in [Subject::Netd, Subject::Worker, Subject::Prepare, Subject::Page] {
+    for who in [SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page] {
         let outcomes = Site::new().outcomes(who, SandboxMode::Off, false);
         assert_can(&outcomes, &can, &format!("{who:?}"));
     }
@@ -306,7 +306,7 @@ fn what_is_refused_works_where_nothing_is_confined() {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn asking_for_the_state_of_tiles_is_refused_to_nobody() {
-    let is_refused = |refusal: &table::Refusal| refusal.calls.contains(&nix::libc::SYS_arch_prctl);
+    let is_refused = |refusal: &table::SyscallRefusal| refusal.calls.contains(&nix::libc::SYS_arch_prctl);
     assert!(!table::REFUSALS.iter().any(is_refused));
 }
 

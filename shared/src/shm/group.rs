@@ -56,8 +56,8 @@ pub use layout::{
 pub use log::{PlanPosition, PlanReader, PlanWriter};
 pub use map::GroupMap;
 #[cfg(not(loom))]
-pub use map::{Group, GroupMapError};
-pub use member::Member;
+pub use map::{GroupOwner, GroupMapError};
+pub use member::GroupMember;
 pub use wait::WaitPolicy;
 
 /// Why an exchange or the plan log failed. The group is of no more use to this process.

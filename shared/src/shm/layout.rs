@@ -52,7 +52,7 @@
 
 #![cfg_attr(loom, allow(dead_code, reason = "models use the rings alone"))]
 
-use super::sync::{AtomicU64, Claim};
+use super::sync::{AtomicU64, UseClaim};
 use crate::figures::server::BATCH_BUCKETS;
 use crate::job::WorkKind;
 
@@ -94,7 +94,7 @@ pub const FIGURES_BYTES: usize = if cfg!(loom) { 16 } else { 64 << 10 };
 /// One word alone on its cache lines.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub struct Line {
+pub struct WordLine {
     pub(super) value: AtomicU64,
 }
 
@@ -104,16 +104,16 @@ pub struct Line {
 pub struct EntryCell {
     pub(super) words: [AtomicU64; ENTRY_WORDS],
     /// No bytes, but in loom's models.
-    pub(super) claim: Claim,
+    pub(super) claim: UseClaim,
 }
 
 /// One ring, as it lies in a segment.
 #[repr(C)]
 #[derive(Debug)]
 pub struct RingShared {
-    pub(super) tail: Line,
-    pub(super) head: Line,
-    pub(super) sleeping: Line,
+    pub(super) tail: WordLine,
+    pub(super) head: WordLine,
+    pub(super) sleeping: WordLine,
     pub(super) entries: [EntryCell; RING_ENTRIES],
 }
 
@@ -121,10 +121,10 @@ impl RingShared {
     /// An empty ring outside any segment, for models and tests.
     #[cfg(any(loom, test))]
     pub(super) fn new() -> RingShared {
-        let line = || Line { value: AtomicU64::new(0) };
+        let line = || WordLine { value: AtomicU64::new(0) };
         let cell = |_| EntryCell {
             words: std::array::from_fn(|_| AtomicU64::new(0)),
-            claim: Claim::default(),
+            claim: UseClaim::default(),
         };
         RingShared {
             tail: line(),
@@ -296,7 +296,7 @@ mod pinned {
 
     use super::*;
 
-    const _: () = assert!(size_of::<Line>() == 128);
+    const _: () = assert!(size_of::<WordLine>() == 128);
     const _: () = assert!(size_of::<EntryCell>() == 64);
     const _: () = assert!(offset_of!(RingShared, head) == 128);
     const _: () = assert!(offset_of!(RingShared, sleeping) == 256);

@@ -16,16 +16,16 @@ pub(super) use mortal::{AtomicU64, Ordering, die_at_store, fence};
 /// POINT, both must be reads. (Entries are relaxed atomics, whose races loom would let pass.)
 /// Elsewhere it is nothing.
 #[derive(Debug, Default)]
-pub(super) struct Claim {
+pub(super) struct UseClaim {
     #[cfg(loom)]
     cell: loom::cell::UnsafeCell<()>,
 }
 
 // SAFETY: the cell holds nothing; that threads use it at once is what loom is to find.
 #[cfg(loom)]
-unsafe impl Sync for Claim {}
+unsafe impl Sync for UseClaim {}
 
-impl Claim {
+impl UseClaim {
     /// The memory is being read.
     pub(super) fn read(&self) {
         #[cfg(loom)]

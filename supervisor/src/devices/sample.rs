@@ -16,12 +16,12 @@ use shared::config::Device;
 use shared::control::CudaDevice;
 use shared::exit::ExitReason;
 use shared::warpgroups::{
-    SampleLine, Verdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
+    SampleLine, SampleVerdict, Verdicts, WarpgroupKernel, WarpgroupKernels, Warpgroups,
 };
 use tracing::info;
 
 use super::subprocess::{Output, Subprocess};
-use super::verdict::{Subject, sentence};
+use super::verdict::{VerdictSubject, sentence};
 
 /// The kind of the verdict.
 const KIND: &str = "warpgroups";
@@ -33,15 +33,15 @@ const VERSION: u32 = 2;
 const MAX_HANGS: u32 = 2;
 
 /// A device whose warpgroups are asked about.
-pub struct Candidate<'a> {
+pub struct SampleCandidate<'a> {
     pub ordinal: u32,
     /// What the driver says of it.
     pub found: &'a CudaDevice,
     /// What a verdict about it is about.
-    pub subject: Subject,
+    pub subject: VerdictSubject,
 }
 
-impl Candidate<'_> {
+impl SampleCandidate<'_> {
     /// The device, as settings name it.
     pub fn device(&self) -> Device {
         Device::Cuda(self.ordinal)
@@ -50,14 +50,14 @@ impl Candidate<'_> {
 
 /// What a file keeps.
 #[derive(Serialize, Deserialize)]
-struct Stored {
+struct SampleFile {
     version: u32,
     verdicts: Verdicts,
 }
 
 /// What is known of the warpgroups of `devices`, in their order. Devices are sampled at once, each
 /// process for at most `limit`; verdicts are read from and written to `folder`.
-pub fn warpgroups(folder: &Path, devices: &[Candidate<'_>], limit: Duration) -> Vec<Warpgroups> {
+pub fn warpgroups(folder: &Path, devices: &[SampleCandidate<'_>], limit: Duration) -> Vec<Warpgroups> {
     let known = devices.iter().map(|device| known(folder, device));
     let mut known: Vec<_> = known.collect();
     let since = Instant::now();
@@ -103,7 +103,7 @@ impl Sampling {
         self.stopped.is_none() && !self.left.is_empty()
     }
 
-    fn note(&mut self, kernel: WarpgroupKernel, verdict: Verdict) {
+    fn note(&mut self, kernel: WarpgroupKernel, verdict: SampleVerdict) {
         self.left = self.left.without([kernel].into_iter().collect());
         self.verdicts.insert(kernel, verdict);
     }
@@ -116,7 +116,7 @@ impl Sampling {
             match line {
                 SampleLine::Samples(kernel) => (sampled, launched) = (Some(kernel), None),
                 SampleLine::Launches(name) => launched = Some(name),
-                SampleLine::Found(_, Verdict::Failed(_)) => (),
+                SampleLine::Found(_, SampleVerdict::Failed(_)) => (),
                 SampleLine::Found(kernel, verdict) => {
                     if sampled == Some(kernel) && self.left.contains(kernel) {
                         self.note(kernel, verdict);
@@ -133,7 +133,7 @@ impl Sampling {
             Some(kernel)
                 if launched.as_deref().is_some_and(is_its_own) && blames_the_kernel(output) =>
             {
-                self.note(kernel, Verdict::Failed(why));
+                self.note(kernel, SampleVerdict::Failed(why));
                 self.hangs += u32::from(output.status.is_none());
                 if self.hangs == MAX_HANGS && !self.left.is_empty() {
                     self.stopped = Some(format!("{MAX_HANGS} other kernels hung"));
@@ -150,7 +150,7 @@ impl Sampling {
             }
             Some(why) => {
                 let first = self.left.iter().next();
-                let why = Verdict::Failed(sentence(&format!("not sampled: {why}")));
+                let why = SampleVerdict::Failed(sentence(&format!("not sampled: {why}")));
                 self.verdicts.extend(first.map(|kernel| (kernel, why)));
                 Warpgroups::Sampled(self.verdicts)
             }
@@ -191,15 +191,15 @@ fn process(sampling: &Sampling, limit: Duration) -> Result<Subprocess, String> {
 }
 
 /// What an earlier start found.
-fn known(folder: &Path, device: &Candidate<'_>) -> Sampling {
-    let kept = device.subject.read::<Stored>(folder, KIND).filter(|kept| kept.version == VERSION);
+fn known(folder: &Path, device: &SampleCandidate<'_>) -> Sampling {
+    let kept = device.subject.read::<SampleFile>(folder, KIND).filter(|kept| kept.version == VERSION);
     let mut sampling =
         Sampling::new(device.ordinal, kept.map(|kept| kept.verdicts).unwrap_or_default());
     if !device.found.has_warpgroups {
         sampling.left = WarpgroupKernels::NONE;
         return sampling;
     }
-    if sampling.verdicts.values().any(|verdict| matches!(verdict, Verdict::Failed(_))) {
+    if sampling.verdicts.values().any(|verdict| matches!(verdict, SampleVerdict::Failed(_))) {
         let path = device.subject.path(folder, KIND);
         info!(device = %device.device(), path = %path.display(), "warpgroups failed at an earlier start; without this file they are tried again");
     }
@@ -210,7 +210,7 @@ fn known(folder: &Path, device: &Candidate<'_>) -> Sampling {
     sampling
 }
 
-fn finish(folder: &Path, device: &Candidate<'_>, sampling: Sampling, since: Instant) -> Warpgroups {
+fn finish(folder: &Path, device: &SampleCandidate<'_>, sampling: Sampling, since: Instant) -> Warpgroups {
     if !device.found.has_warpgroups {
         return Warpgroups::Missing;
     }
@@ -222,7 +222,7 @@ fn finish(folder: &Path, device: &Candidate<'_>, sampling: Sampling, since: Inst
     let used = found.used().iter().count();
     info!(device = %device.device(), used, took = ?since.elapsed(), "warpgroups sampled");
     if !verdicts.is_empty() {
-        device.subject.write(folder, KIND, Stored { version: VERSION, verdicts });
+        device.subject.write(folder, KIND, SampleFile { version: VERSION, verdicts });
     }
     found
 }
@@ -275,7 +275,7 @@ mod tests {
     }
 
     fn found(kernel: WarpgroupKernel) -> String {
-        format!("{}; {}", begun(kernel), echo(&SampleLine::Found(kernel, Verdict::OtherBits)))
+        format!("{}; {}", begun(kernel), echo(&SampleLine::Found(kernel, SampleVerdict::OtherBits)))
     }
 
     fn learned_from(output: &Output) -> Sampling {
@@ -295,7 +295,7 @@ mod tests {
         let why = format!(
             "its process ended with exit status: 10 after launching {SECOND}_of_a_sample: a fault"
         );
-        let expected = [(FIRST, Verdict::OtherBits), (SECOND, Verdict::Failed(why))];
+        let expected = [(FIRST, SampleVerdict::OtherBits), (SECOND, SampleVerdict::Failed(why))];
         assert_eq!(sampling.verdicts, expected.into_iter().collect());
         assert!(sampling.is_open(), "another process samples the others");
         assert_eq!(sampling.left.iter().count(), WarpgroupKernel::ALL.len() - 2);
@@ -340,8 +340,8 @@ mod tests {
             String::new(),
             "echo nonsense".to_owned(),
             begun(FIRST),
-            echo(&SampleLine::Found(FIRST, Verdict::SameBits)),
-            format!("{}; {}", begun(SECOND), echo(&SampleLine::Found(FIRST, Verdict::SameBits))),
+            echo(&SampleLine::Found(FIRST, SampleVerdict::SameBits)),
+            format!("{}; {}", begun(SECOND), echo(&SampleLine::Found(FIRST, SampleVerdict::SameBits))),
         ] {
             let sampling = learned(&script);
             assert!(!sampling.is_open() && sampling.verdicts.is_empty(), "{script}");
@@ -349,7 +349,7 @@ mod tests {
         }
         let hangs = Output { status: None, ..output_of("", LONG) };
         assert!(learned_from(&hangs).verdicts.is_empty(), "a driver that hangs");
-        let own = SampleLine::Found(FIRST, Verdict::Failed("by its own word".to_owned()));
+        let own = SampleLine::Found(FIRST, SampleVerdict::Failed("by its own word".to_owned()));
         let claims = learned(&format!("{}; {}", begun(FIRST), echo(&own)));
         assert!(claims.verdicts.is_empty());
         let some = learned(&format!("{}; {}; exit 11", found(FIRST), begun(SECOND)));
@@ -369,13 +369,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let has =
             |has_warpgroups| CudaDevice { name: "H200".to_owned(), uuid: [7; 16], has_warpgroups };
-        let each = |kernel| (kernel, Verdict::SameBits);
+        let each = |kernel| (kernel, SampleVerdict::SameBits);
         let mut verdicts: Verdicts = WarpgroupKernel::ALL.into_iter().map(each).collect();
-        verdicts.insert(FIRST, Verdict::Failed("it faulted".to_owned()));
-        let kept = Stored { version: VERSION, verdicts: verdicts.clone() };
+        verdicts.insert(FIRST, SampleVerdict::Failed("it faulted".to_owned()));
+        let kept = SampleFile { version: VERSION, verdicts: verdicts.clone() };
         subject("H200", 12_080).write(folder.path(), KIND, &kept);
         let (new, old) = (has(true), has(false));
-        let candidate = |found| Candidate { ordinal: 0, found, subject: subject("H200", 12_080) };
+        let candidate = |found| SampleCandidate { ordinal: 0, found, subject: subject("H200", 12_080) };
         // A process would be this program of tests, which gives no answer.
         let devices = [candidate(&new), candidate(&old)];
         let found = warpgroups(folder.path(), &devices, LONG);
@@ -387,12 +387,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let found = CudaDevice { name: "H200".to_owned(), uuid: [7; 16], has_warpgroups: true };
         let subject = subject("H200", 12_080);
-        let device = Candidate { ordinal: 0, found: &found, subject: subject.clone() };
-        let verdicts = Verdicts::from([(FIRST, Verdict::SameBits)]);
-        let left = |device: &Candidate<'_>| known(folder.path(), device).left.iter().count();
+        let device = SampleCandidate { ordinal: 0, found: &found, subject: subject.clone() };
+        let verdicts = Verdicts::from([(FIRST, SampleVerdict::SameBits)]);
+        let left = |device: &SampleCandidate<'_>| known(folder.path(), device).left.iter().count();
         let all = WarpgroupKernel::ALL.len();
         for (version, expected) in [(VERSION, all - 1), (VERSION - 1, all), (VERSION + 1, all)] {
-            let kept = Stored { version, verdicts: verdicts.clone() };
+            let kept = SampleFile { version, verdicts: verdicts.clone() };
             subject.write(folder.path(), KIND, &kept);
             assert_eq!(left(&device), expected, "{version}");
         }

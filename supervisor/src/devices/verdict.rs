@@ -28,7 +28,7 @@ const MODULE: &str = "/proc/driver/nvidia/version";
 
 /// What a verdict is about, and holds for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Subject {
+pub struct VerdictSubject {
     /// Name and compute capability of the device.
     pub device: String,
     /// What tells it from all others.
@@ -43,15 +43,15 @@ pub struct Subject {
 
 /// A file.
 #[derive(Serialize, Deserialize)]
-struct Entry<T> {
-    of: Subject,
+struct VerdictFile<T> {
+    of: VerdictSubject,
     verdict: T,
 }
 
-impl Subject {
+impl VerdictSubject {
     /// A device, with the present driver and build.
-    pub fn new(device: &CudaDevice, driver_version: u32) -> Subject {
-        Subject {
+    pub fn new(device: &CudaDevice, driver_version: u32) -> VerdictSubject {
+        VerdictSubject {
             device: device.name.clone(),
             uuid: device.uuid,
             driver_version,
@@ -81,7 +81,7 @@ impl Subject {
         }
         let mut text = Vec::new();
         file.take(MAX_FILE_BYTES).read_to_end(&mut text).ok()?;
-        let entry: Entry<T> = serde_json::from_slice(&text).ok()?;
+        let entry: VerdictFile<T> = serde_json::from_slice(&text).ok()?;
         (entry.of == *self).then_some(entry.verdict)
     }
 
@@ -89,7 +89,7 @@ impl Subject {
     pub fn write<T: Serialize>(&self, folder: &Path, kind: &str, verdict: T) {
         let path = self.path(folder, kind);
         let write = || -> io::Result<()> {
-            let text = serde_json::to_vec_pretty(&Entry { of: self.clone(), verdict })?;
+            let text = serde_json::to_vec_pretty(&VerdictFile { of: self.clone(), verdict })?;
             let cache = folder.parent().unwrap_or(folder);
             cache_folder::make(cache).map_err(io::Error::other)?;
             fs::create_dir_all(folder)?;
@@ -111,9 +111,9 @@ pub mod tests {
     use super::*;
 
     /// A device of this name with the driver of this version.
-    pub fn subject(name: &str, driver_version: u32) -> Subject {
+    pub fn subject(name: &str, driver_version: u32) -> VerdictSubject {
         let device = CudaDevice { name: name.to_owned(), uuid: [7; 16], has_warpgroups: true };
-        Subject::new(&device, driver_version)
+        VerdictSubject::new(&device, driver_version)
     }
 
     #[test]
@@ -126,9 +126,9 @@ pub mod tests {
         let others = [
             subject("H100", 12_080),
             subject("H200", 13_000),
-            Subject { uuid: [8; 16], ..of.clone() },
-            Subject { module: "another".to_owned(), ..of.clone() },
-            Subject { build: "another".to_owned(), ..of.clone() },
+            VerdictSubject { uuid: [8; 16], ..of.clone() },
+            VerdictSubject { module: "another".to_owned(), ..of.clone() },
+            VerdictSubject { build: "another".to_owned(), ..of.clone() },
         ];
         for other in others {
             assert_eq!(other.read::<u32>(folder, "test"), None, "{other:?}");

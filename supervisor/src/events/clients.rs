@@ -6,10 +6,10 @@ use std::time::Instant;
 use shared::control::Role;
 use shared::model::ModelFacts;
 
-use super::Driver;
+use super::TreeDriver;
 use crate::web::Shown;
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Starts the page of the swarm once clients can come, and ends it with the run.
     pub(super) fn follow_web(&mut self) {
         let now = Instant::now();

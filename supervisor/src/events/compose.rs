@@ -21,15 +21,15 @@ use shared::survey::Capacity;
 use shared::warpgroups::Warpgroups;
 use tracing::warn;
 
-use super::{Driver, rings_of};
+use super::{TreeDriver, rings_of};
 use crate::channel::Message;
 use crate::instance::Instance;
-use crate::placement::{Placement, Share};
+use crate::placement::{Placement, DeviceShare};
 use crate::segments::{KvChoice, MakeError};
 use crate::sizing::{EXCHANGE_VALUES, PLAN_LOG_BYTES};
-use crate::tree::{ChildId, Down, Event, ExitStatus, Init};
+use crate::tree::{ChildId, Down, TreeEvent, ExitStatus, Init};
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Adds descriptors to what the tree wants told.
     pub(super) fn tell(&mut self, id: ChildId, down: Down) {
         let Some(index) = self.processes.iter().position(|child| child.id == id) else {
@@ -52,7 +52,7 @@ impl Driver<'_> {
 
     fn unruly(&mut self, index: usize, what: &'static str) {
         if let Some(child) = self.processes.get(index) {
-            self.pending.push_back(Event::Unruly(child.id, child.generation, what));
+            self.pending.push_back(TreeEvent::Unruly(child.id, child.generation, what));
         }
     }
 
@@ -255,7 +255,7 @@ impl Driver<'_> {
     /// of its own.
     fn seats(&self, placement: &Placement, rank: usize, device: Device) -> Seats {
         let shares = self.tree.shares();
-        let of = |(share, found): (usize, &Share)| {
+        let of = |(share, found): (usize, &DeviceShare)| {
             let ranks = found.devices.iter().enumerate().filter(|(_, found)| **found == device);
             ranks.map(|(rank, _)| (share, rank)).collect::<Vec<_>>()
         };
@@ -398,13 +398,13 @@ fn make_reason(error: &MakeError) -> ExitReason {
 
 #[cfg(test)]
 mod tests {
-    use shared::warpgroups::{Verdict, WarpgroupKernel};
+    use shared::warpgroups::{SampleVerdict, WarpgroupKernel};
 
     use super::*;
 
     #[test]
     fn a_worker_goes_by_warpgroups_only_where_they_passed_and_none_of_its_processes_failed() {
-        let each = |kernel| (kernel, Verdict::SameBits);
+        let each = |kernel| (kernel, SampleVerdict::SameBits);
         let same = Warpgroups::Sampled(WarpgroupKernel::ALL.into_iter().map(each).collect());
         let known = [(Device::Cuda(1), same.clone())];
         let told = |device, by_warps| warpgroups_of(&known, device, by_warps);

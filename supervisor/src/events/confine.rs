@@ -7,11 +7,11 @@ use shared::config::Device;
 use shared::sandbox::{Confinement, SandboxMode, Support};
 use tracing::{info, warn};
 
-use super::Driver;
+use super::TreeDriver;
 use crate::cache_folder;
 use crate::tree::ChildId;
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Says once what children are held to, and makes the folders that they write to.
     ///
     /// # Errors

@@ -4,11 +4,11 @@
 use shared::config::Device;
 use tracing::info;
 
-use super::Driver;
+use super::TreeDriver;
 use crate::devices::Examination;
-use crate::tree::Event;
+use crate::tree::TreeEvent;
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Begins to test a device.
     pub(super) fn examine(&mut self, device: Device) {
         info!(%device, "testing a device that failed");
@@ -17,11 +17,11 @@ impl Driver<'_> {
 
     /// Hears of the tests that have ended.
     pub(super) fn follow_examinations(&mut self) {
-        let Driver { examinations, pending, .. } = self;
+        let TreeDriver { examinations, pending, .. } = self;
         examinations.retain_mut(|(device, examination)| match examination.poll() {
             None => true,
             Some(fault) => {
-                pending.push_back(Event::Examined(*device, fault));
+                pending.push_back(TreeEvent::Examined(*device, fault));
                 false
             }
         });
@@ -33,7 +33,7 @@ impl Driver<'_> {
             return;
         }
         if self.segments.board.view().figures().is_some_and(|of| of.clients.sessions == 0) {
-            self.pending.push_back(Event::Idle);
+            self.pending.push_back(TreeEvent::Idle);
         }
     }
 }

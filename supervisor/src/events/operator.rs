@@ -5,11 +5,11 @@ use std::time::Duration;
 use shared::config::ServeConfig;
 use tracing::{info, warn};
 
-use super::Driver;
+use super::TreeDriver;
 use crate::report::InstanceReport;
 use crate::segments::Segments;
-use crate::status::{Answer, MAX_PATIENCE, Request};
-use crate::tree::{ChildId, Event, Tree};
+use crate::status::{InstanceAnswer, MAX_PATIENCE, InstanceRequest};
+use crate::tree::{ChildId, TreeEvent, Tree};
 
 /// What runs, as `sepal status` shows it.
 pub(super) fn report(segments: &Segments, tree: &Tree, config: &ServeConfig) -> InstanceReport {
@@ -18,14 +18,14 @@ pub(super) fn report(segments: &Segments, tree: &Tree, config: &ServeConfig) -> 
         .with_warpgroups(&config.warpgroups)
 }
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Answers requests, and begins what they ask for.
     pub(super) fn serve_operator(&mut self) {
         let stage = self.upgrade_stage();
         let is_holding = self.is_holding();
         let confined = self.confined();
         let mut wanted = None;
-        let Driver { status, segments, tree, config, pending, deaths, metrics, web, notes, .. } =
+        let TreeDriver { status, segments, tree, config, pending, deaths, metrics, web, notes, .. } =
             self;
         let last = |role, worker| {
             let death = ChildId::of(role, worker).and_then(|id| deaths.last(id));
@@ -33,16 +33,16 @@ impl Driver<'_> {
         };
         let mut has_ordered = false;
         status.answer(|request| match request.order() {
-            Ok(Some(_)) if is_holding => Answer::Refused { error: "busy: try again".to_owned() },
-            Ok(None) if matches!(request, Request::Upgrade { .. }) => match wanted.is_some() {
-                true => Answer::Refused { error: "busy: try again".to_owned() },
+            Ok(Some(_)) if is_holding => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
+            Ok(None) if matches!(request, InstanceRequest::Upgrade { .. }) => match wanted.is_some() {
+                true => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
                 false => {
                     wanted = Some(request);
-                    Answer::Accepted
+                    InstanceAnswer::Accepted
                 }
             },
             Ok(None) => {
-                if request == (Request::Report { brief: false }) {
+                if request == (InstanceRequest::Report { brief: false }) {
                     segments.board.viewed();
                 }
                 let report = report(segments, tree, config).with_deaths(last);
@@ -50,22 +50,22 @@ impl Driver<'_> {
                 let report = report
                     .with_sandbox(confined.clone())
                     .with_upgrade(stage.clone(), notes.failure.clone());
-                Answer::Report(Box::new(report))
+                InstanceAnswer::Report(Box::new(report))
             }
             // The tree follows it at once, before it hears of another.
             Ok(Some(order)) if !has_ordered => match tree.refusal(order) {
                 None => {
                     info!(?request, "order of the operator");
-                    pending.push_back(Event::Ordered(order));
+                    pending.push_back(TreeEvent::Ordered(order));
                     has_ordered = true;
-                    Answer::Accepted
+                    InstanceAnswer::Accepted
                 }
-                Some(error) => Answer::Refused { error },
+                Some(error) => InstanceAnswer::Refused { error },
             },
-            Ok(Some(_)) => Answer::Refused { error: "busy: try again".to_owned() },
-            Err(error) => Answer::Refused { error },
+            Ok(Some(_)) => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
+            Err(error) => InstanceAnswer::Refused { error },
         });
-        if let Some(Request::Upgrade { path, patience_s }) = wanted {
+        if let Some(InstanceRequest::Upgrade { path, patience_s }) = wanted {
             let patience = Duration::from_secs(patience_s).min(MAX_PATIENCE);
             if let Err(why) = self.begin_upgrade(path, patience) {
                 warn!("no upgrade begins: {why}");

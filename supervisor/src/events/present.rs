@@ -8,13 +8,13 @@ use shared::model::RankShare;
 use shared::shm::board::ChildState;
 use tracing::{error, info, warn};
 
-use super::Driver;
+use super::TreeDriver;
 use crate::feed::{Event, ProcessState};
 use crate::placement;
 use crate::terminal::{Happened, Screen, Summary};
 use crate::tree::{ChildId, Lifecycle};
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// The screen, if this run is shown to a person.
     pub(super) fn screen_for(format: LogFormat, model: &str) -> Option<Screen> {
         (format == LogFormat::Terminal).then(|| Screen::new(model))

@@ -11,8 +11,8 @@ use serde_json::{Map, Value};
 use shared::config::{LogFormat, ServeConfig};
 use tracing::{info, warn};
 
-use super::Driver;
-use crate::tree::Event;
+use super::TreeDriver;
+use crate::tree::TreeEvent;
 
 /// Settings that a running server takes over.
 const TAKEN_OVER: [&str; 5] =
@@ -64,11 +64,11 @@ fn add_changed(
     }
 }
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// A terminal that closes ends the run; anybody else who sends SIGHUP changed the settings.
     pub(super) fn hung_up(&mut self) {
         if self.config.log.format == LogFormat::Terminal {
-            return self.pending.push_back(Event::Stop);
+            return self.pending.push_back(TreeEvent::Stop);
         }
         let now = Instant::now();
         if let Some(service) = &mut self.service {

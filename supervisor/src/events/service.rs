@@ -3,13 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Driver, operator};
+use super::{TreeDriver, operator};
 use crate::devices::subprocess::Subprocess;
 
 /// Longest time of the step: a server under load lets it wait for the KV cache.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Clients can come at `addrs`.
     pub(super) fn service_online(&mut self, addrs: &[String]) {
         self.addrs = addrs.to_vec();

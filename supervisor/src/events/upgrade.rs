@@ -16,18 +16,18 @@ use shared::build::Build;
 use tracing::{info, warn};
 
 use super::compose::manifest_of;
-use super::{Driver, Parts};
+use super::{TreeDriver, RunParts};
 use crate::channel::Wake;
 use crate::child_process::ChildProcess;
 use crate::devices::subprocess::Subprocess;
 use crate::feed::Feed;
 use crate::handed::{Fd, Handed};
-use crate::handover::{self, Description, Handover, Pending};
+use crate::handover::{self, Description, Handover, PendingEvent};
 use crate::instance::Instance;
 use crate::listener::{self, ListeningSocket};
 use crate::segments::Segments;
 use crate::status::StatusSocket;
-use crate::tree::{Event, Order};
+use crate::tree::{TreeEvent, Order};
 use crate::weights::Weights;
 
 /// Time for the new executable to say what it is.
@@ -44,11 +44,11 @@ pub(super) struct Upgrade {
     path: PathBuf,
     /// How long open sessions may hold it up, if they cannot go on.
     patience: Duration,
-    step: Step,
+    step: UpgradeStep,
     until: Instant,
 }
 
-enum Step {
+enum UpgradeStep {
     Describing(Subprocess),
     Waiting(Mode),
     Draining(Mode),
@@ -74,7 +74,7 @@ pub(super) struct UpgradeNotes {
     pub(super) failure: Option<String>,
 }
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Begins to upgrade to the executable at `path`, or at the place of the present one.
     ///
     /// # Errors
@@ -101,33 +101,33 @@ impl Driver<'_> {
         info!(path = %path.display(), "upgrade: asking the new executable what it is");
         self.notes.failure = None;
         let until = Instant::now() + WAIT_TIMEOUT;
-        self.upgrade = Some(Upgrade { path, patience, step: Step::Describing(process), until });
+        self.upgrade = Some(Upgrade { path, patience, step: UpgradeStep::Describing(process), until });
         Ok(())
     }
 
     /// Whether the children hold their messages back: the tree hears nothing meanwhile.
     pub(super) fn is_holding(&self) -> bool {
-        matches!(&self.upgrade, Some(Upgrade { step: Step::Holding { .. }, .. }))
+        matches!(&self.upgrade, Some(Upgrade { step: UpgradeStep::Holding { .. }, .. }))
     }
 
     /// Whether the run ends in favour of a new executable.
     pub(super) fn is_leaving(&self) -> bool {
-        matches!(&self.upgrade, Some(Upgrade { step: Step::Leaving, .. }))
+        matches!(&self.upgrade, Some(Upgrade { step: UpgradeStep::Leaving, .. }))
     }
 
     /// The executable that follows the end of the run.
     pub(super) fn successor(&mut self) -> Option<PathBuf> {
-        self.upgrade.take_if(|upgrade| matches!(upgrade.step, Step::Leaving)).map(|left| left.path)
+        self.upgrade.take_if(|upgrade| matches!(upgrade.step, UpgradeStep::Leaving)).map(|left| left.path)
     }
 
     /// What an upgrade is doing, for the operator.
     pub(super) fn upgrade_stage(&self) -> Option<String> {
         let before = self.upgrade.as_ref().map(|upgrade| match &upgrade.step {
-            Step::Describing(_) => "asking the new executable what it is".to_owned(),
-            Step::Waiting(_) => self.tree.upgrade_waits_for().unwrap_or_default(),
-            Step::Draining(_) => "waiting for sessions to end".to_owned(),
-            Step::Holding { .. } => "handing over".to_owned(),
-            Step::Leaving => "ending, the new executable starts anew".to_owned(),
+            UpgradeStep::Describing(_) => "asking the new executable what it is".to_owned(),
+            UpgradeStep::Waiting(_) => self.tree.upgrade_waits_for().unwrap_or_default(),
+            UpgradeStep::Draining(_) => "waiting for sessions to end".to_owned(),
+            UpgradeStep::Holding { .. } => "handing over".to_owned(),
+            UpgradeStep::Leaving => "ending, the new executable starts anew".to_owned(),
         });
         before.or_else(|| self.tree.replaces())
     }
@@ -136,21 +136,21 @@ impl Driver<'_> {
     pub(super) fn follow_upgrade(&mut self) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         let next = match &mut upgrade.step {
-            Step::Describing(process) => match process.poll() {
+            UpgradeStep::Describing(process) => match process.poll() {
                 None => Ok(None),
                 Some(end) => {
-                    self.described(&upgrade.path, end).map(|mode| Some(Step::Waiting(mode)))
+                    self.described(&upgrade.path, end).map(|mode| Some(UpgradeStep::Waiting(mode)))
                 }
             },
-            Step::Waiting(mode) => {
+            UpgradeStep::Waiting(mode) => {
                 let mode = *mode;
                 self.waited(mode, &upgrade)
             }
-            Step::Draining(mode) => {
+            UpgradeStep::Draining(mode) => {
                 let mode = *mode;
                 self.drained(mode)
             }
-            Step::Holding { resumes } => {
+            UpgradeStep::Holding { resumes } => {
                 let resumes = *resumes;
                 match self.held(resumes, &upgrade) {
                     Ok(()) => Ok(None),
@@ -160,14 +160,14 @@ impl Driver<'_> {
                     }
                 }
             }
-            Step::Leaving => Ok(None),
+            UpgradeStep::Leaving => Ok(None),
         };
         match next {
             Ok(None) => self.upgrade = Some(upgrade),
             Ok(Some(step)) => {
                 upgrade.until = Instant::now()
                     + match step {
-                        Step::Holding { .. } => HOLD_TIMEOUT,
+                        UpgradeStep::Holding { .. } => HOLD_TIMEOUT,
                         _ => WAIT_TIMEOUT,
                     };
                 self.upgrade = Some(Upgrade { step, ..upgrade });
@@ -217,7 +217,7 @@ impl Driver<'_> {
         Ok(Mode::Live)
     }
 
-    fn waited(&mut self, mode: Mode, upgrade: &Upgrade) -> Result<Option<Step>, String> {
+    fn waited(&mut self, mode: Mode, upgrade: &Upgrade) -> Result<Option<UpgradeStep>, String> {
         let is_paused = self.tree.is_paused();
         if let Some(why) = self.tree.upgrade_waits_for().filter(|_| !is_paused) {
             return match Instant::now() < upgrade.until && !self.tree.is_ending() {
@@ -230,14 +230,14 @@ impl Driver<'_> {
             Mode::OtherNumerics if is_paused => Ok(Some(self.hold(false))),
             Mode::OtherNumerics | Mode::OtherFormat => {
                 if !is_paused {
-                    self.pending.push_back(Event::Ordered(Order::Pause(upgrade.patience)));
+                    self.pending.push_back(TreeEvent::Ordered(Order::Pause(upgrade.patience)));
                 }
-                Ok(Some(Step::Draining(mode)))
+                Ok(Some(UpgradeStep::Draining(mode)))
             }
         }
     }
 
-    fn drained(&mut self, mode: Mode) -> Result<Option<Step>, String> {
+    fn drained(&mut self, mode: Mode) -> Result<Option<UpgradeStep>, String> {
         let standing = self.tree.standing();
         if self.tree.is_ending()
             || standing.pause == crate::report::Pause::No && self.pending.is_empty()
@@ -248,19 +248,19 @@ impl Driver<'_> {
             return Ok(None);
         }
         if mode == Mode::OtherFormat {
-            self.pending.push_back(Event::Stop);
-            return Ok(Some(Step::Leaving));
+            self.pending.push_back(TreeEvent::Stop);
+            return Ok(Some(UpgradeStep::Leaving));
         }
         Ok(Some(self.hold(true)))
     }
 
     /// Asks all children to hold their messages back.
-    fn hold(&mut self, resumes: bool) -> Step {
+    fn hold(&mut self, resumes: bool) -> UpgradeStep {
         for child in self.processes.iter_mut().filter(|child| child.end.is_none()) {
             child.is_held = false;
             child.channel.hold(true);
         }
-        Step::Holding { resumes }
+        UpgradeStep::Holding { resumes }
     }
 
     /// Becomes the new executable once all children hold their messages back.
@@ -291,7 +291,7 @@ impl Driver<'_> {
             child.channel.hold(false);
         }
         if resumes {
-            self.pending.push_back(Event::Ordered(Order::Resume));
+            self.pending.push_back(TreeEvent::Ordered(Order::Resume));
         }
     }
 
@@ -338,11 +338,11 @@ impl Driver<'_> {
 }
 
 /// What of an event the next executable has to hear.
-fn pending(event: &Event) -> Option<Pending> {
+fn pending(event: &TreeEvent) -> Option<PendingEvent> {
     match event.clone() {
-        Event::Said(id, generation, up) => Some(Pending::Said(id, generation, up)),
-        Event::Ended(id, generation, end) => Some(Pending::Ended(id, generation, end)),
-        Event::Closed(id, generation) => Some(Pending::Closed(id, generation)),
+        TreeEvent::Said(id, generation, up) => Some(PendingEvent::Said(id, generation, up)),
+        TreeEvent::Ended(id, generation, end) => Some(PendingEvent::Ended(id, generation, end)),
+        TreeEvent::Closed(id, generation) => Some(PendingEvent::Closed(id, generation)),
         // Seen anew, or asked for again.
         _ => None,
     }
@@ -357,7 +357,7 @@ pub fn resume(
     instance: &Instance,
     feed: &mut Option<Feed>,
     reread: super::Reread<'_>,
-) -> Result<super::Outcome, super::LoopError> {
+) -> Result<super::RunOutcome, super::LoopError> {
     let now = Instant::now();
     let system = |what| move |error| super::LoopError::System(what, error);
     let wake = Wake::new().map_err(system("make an eventfd"))?;
@@ -385,13 +385,13 @@ pub fn resume(
         info!(child = %id, generation = generation.0, "taken over");
     }
     events.extend(state.pending.into_iter().map(|pending| match pending {
-        Pending::Said(id, generation, up) => Event::Said(id, generation, up),
-        Pending::Ended(id, generation, end) => Event::Ended(id, generation, end),
-        Pending::Closed(id, generation) => Event::Closed(id, generation),
+        PendingEvent::Said(id, generation, up) => TreeEvent::Said(id, generation, up),
+        PendingEvent::Ended(id, generation, end) => TreeEvent::Ended(id, generation, end),
+        PendingEvent::Closed(id, generation) => TreeEvent::Closed(id, generation),
     }));
-    events.push(Event::HandedOver(state.patience));
-    events.extend(state.resumes.then_some(Event::Ordered(Order::Resume)));
-    let parts = Parts {
+    events.push(TreeEvent::HandedOver(state.patience));
+    events.extend(state.resumes.then_some(TreeEvent::Ordered(Order::Resume)));
+    let parts = RunParts {
         tree: state.tree,
         pending: events.into(),
         processes,
@@ -404,7 +404,7 @@ pub fn resume(
         wake,
         arguments: state.arguments,
     };
-    let mut driver = Driver::of_parts(state.config, instance, feed, reread, parts)?;
+    let mut driver = TreeDriver::of_parts(state.config, instance, feed, reread, parts)?;
     driver.facts = state.facts;
     (driver.span, driver.addrs) = (state.span, state.addrs);
     if let Some(service) = &mut driver.service {

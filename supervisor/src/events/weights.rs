@@ -7,21 +7,21 @@ use shared::block::Span;
 use shared::ids::Generation;
 use tracing::warn;
 
-use super::Driver;
+use super::TreeDriver;
 use super::compose::{fault_of, manifest_of};
 use crate::segments::MakeError;
 use crate::tree::{ChildId, Down, Init};
 
 /// A worker that waits for the files of a span.
 #[derive(Debug)]
-pub(super) struct Waiting {
+pub(super) struct WaitingWorker {
     child: ChildId,
     generation: Generation,
     whole: Span,
     init: Init,
 }
 
-impl Driver<'_> {
+impl TreeDriver<'_> {
     /// Whether the files of a span are open.
     pub(super) fn has_weights(&self, whole: Span) -> bool {
         self.weights.has(whole, &manifest_of(self.instance, whole))
@@ -37,7 +37,7 @@ impl Driver<'_> {
         self.weights.begin(whole, manifest_of(self.instance, whole), &self.wake)?;
         if let Some(child) = self.processes.get(index) {
             let (child, generation) = (child.id, child.generation);
-            self.waiting.push(Waiting { child, generation, whole, init });
+            self.waiting.push(WaitingWorker { child, generation, whole, init });
         }
         Ok(())
     }
@@ -54,7 +54,7 @@ impl Driver<'_> {
         for (whole, result) in self.weights.arrived() {
             let fault = result.err().map(|error| fault_of(&MakeError::from(error)));
             let arrived = self.waiting.extract_if(.., |waiting| waiting.whole == whole);
-            for Waiting { child, generation, init, .. } in arrived.collect::<Vec<_>>() {
+            for WaitingWorker { child, generation, init, .. } in arrived.collect::<Vec<_>>() {
                 let is = |process: &crate::child_process::ChildProcess| {
                     (process.id, process.generation) == (child, generation) && process.end.is_none()
                 };

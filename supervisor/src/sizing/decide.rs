@@ -7,8 +7,8 @@ use shared::config::{ServeConfig, SpanChoice};
 use shared::model::ModelFacts;
 use shared::survey::Survey;
 
-use super::{Memory, available_bytes, node_memory, within};
-use crate::placement::{self, Placement, Share};
+use super::{InstanceMemory, available_bytes, node_memory, within};
+use crate::placement::{self, Placement, DeviceShare};
 
 /// What the memory behind one group of devices holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,10 +21,10 @@ pub struct GroupFit {
     pub most: u32,
 }
 
-impl Memory {
+impl InstanceMemory {
     /// The memory that an instance with these settings may use, before its devices are surveyed.
-    pub fn of(config: &ServeConfig) -> Memory {
-        Memory {
+    pub fn of(config: &ServeConfig) -> InstanceMemory {
+        InstanceMemory {
             available_bytes: within(available_bytes(), config.max_memory_bytes),
             workers: config.devices.len() as u64,
             netd: config.netd.clone(),
@@ -37,8 +37,8 @@ impl Memory {
     }
 
     /// The same once prepare has told of the devices.
-    pub fn surveyed(self, survey: &Survey) -> Memory {
-        Memory { devices: survey.devices.clone(), ranks: survey.ranks.clone(), ..self }
+    pub fn surveyed(self, survey: &Survey) -> InstanceMemory {
+        InstanceMemory { devices: survey.devices.clone(), ranks: survey.ranks.clone(), ..self }
     }
 
     /// Blocks that are served by what was asked for: as many as that, or as fit.
@@ -49,7 +49,7 @@ impl Memory {
         &self,
         choice: SpanChoice,
         facts: &ModelFacts,
-        groups: &[Share],
+        groups: &[DeviceShare],
     ) -> Result<u32, String> {
         check_choice(choice, facts)?;
         let most = self.fit_nodes(choice, facts, groups)?;
@@ -67,7 +67,7 @@ impl Memory {
         &self,
         span: Span,
         facts: Option<&ModelFacts>,
-        groups: &[Share],
+        groups: &[DeviceShare],
         decided: &[Vec<u32>],
     ) -> Vec<Placement> {
         let most = facts.map(|facts| self.most_per_group(facts, groups));
@@ -75,10 +75,10 @@ impl Memory {
     }
 
     /// What the memory behind each of `groups` holds, in their order.
-    pub fn fits(&self, facts: &ModelFacts, groups: &[Share]) -> Vec<GroupFit> {
+    pub fn fits(&self, facts: &ModelFacts, groups: &[DeviceShare]) -> Vec<GroupFit> {
         let most = self.most_per_group(facts, groups);
         let mut on_devices = self.held(facts).into_iter();
-        let of_group = |(group, most): (&Share, u32)| {
+        let of_group = |(group, most): (&DeviceShare, u32)| {
             let is_here = group.devices.iter().all(|device| device.is_processor());
             match if is_here { None } else { on_devices.next() } {
                 Some(held) => {
@@ -116,7 +116,7 @@ mod tests {
     fn what_is_served_is_what_was_asked_for_or_what_fits() {
         let facts = llama_70b();
         let seven = memory((2464 + 7 * 536) << 20);
-        let groups = Share::groups(&[Device::Cpu], 1);
+        let groups = DeviceShare::groups(&[Device::Cpu], 1);
         let served = |choice| seven.served(choice, &facts, &groups);
         assert_eq!(served(SpanChoice::All), Ok(7));
         assert_eq!(served(SpanChoice::Count(3)), Ok(3));
@@ -132,8 +132,8 @@ mod tests {
         let facts = llama_70b();
         let card =
             DeviceMemory { device: Device::Cuda(0), free_bytes: 24 << 30, work_bytes: 100 << 20 };
-        let mixed = Memory { workers: 2, devices: vec![card], ..memory(16 << 30) };
-        let groups = Share::groups(&[Device::Cpu, Device::Cuda(0)], 1);
+        let mixed = InstanceMemory { workers: 2, devices: vec![card], ..memory(16 << 30) };
+        let groups = DeviceShare::groups(&[Device::Cpu, Device::Cuda(0)], 1);
         let fits = mixed.fits(&facts, &groups);
         assert_eq!((fits[0].free_bytes, fits[1].free_bytes), (Some(16 << 30), Some(24 << 30)));
         let most: Vec<u32> = fits.iter().map(|fit| fit.most).collect();

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use shared::config::{Device, SpanChoice};
 use shared::model::ModelFacts;
 
-use super::{Memory, arithmetic, mib, numa, refusal, wanted};
-use crate::placement::Share;
+use super::{InstanceMemory, arithmetic, mib, numa, refusal, wanted};
+use crate::placement::DeviceShare;
 
 /// What a NUMA node has for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,7 +39,7 @@ struct OnNode {
     most: u32,
 }
 
-impl Memory {
+impl InstanceMemory {
     /// Most blocks that can be served, at most all of the model, by the memory of nodes alone.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Memory {
         &self,
         choice: SpanChoice,
         facts: &ModelFacts,
-        groups: &[Share],
+        groups: &[DeviceShare],
     ) -> Result<u32, String> {
         if self.nodes.is_empty() {
             return Ok(facts.num_blocks);
@@ -70,13 +70,13 @@ impl Memory {
     }
 
     /// Most blocks that the nodes of group `index` hold.
-    pub(super) fn most_on_nodes(&self, facts: &ModelFacts, groups: &[Share], index: usize) -> u32 {
+    pub(super) fn most_on_nodes(&self, facts: &ModelFacts, groups: &[DeviceShare], index: usize) -> u32 {
         self.least_place(facts, groups, index).map_or(u32::MAX, |place| place.most)
     }
 
     /// Where the fewest blocks of a group fit; `None` if it has no rank on a node whose memory is
     /// known. Groups on one node share its memory evenly.
-    fn least_place(&self, facts: &ModelFacts, groups: &[Share], index: usize) -> Option<OnNode> {
+    fn least_place(&self, facts: &ModelFacts, groups: &[DeviceShare], index: usize) -> Option<OnNode> {
         let limits = self.netd.limits(facts);
         let group = groups.get(index)?;
         let places = self.nodes.iter().filter_map(|memory| {
@@ -121,11 +121,11 @@ mod tests {
     }
 
     /// Groups of two devices, with so many MiB on nodes 0 and 1.
-    fn on_nodes(mib: [u64; 2], devices: &[Device]) -> (Memory, Vec<Share>) {
-        let groups = Share::groups(devices, 2);
+    fn on_nodes(mib: [u64; 2], devices: &[Device]) -> (InstanceMemory, Vec<DeviceShare>) {
+        let groups = DeviceShare::groups(devices, 2);
         let nodes = [0, 1].map(|node| NodeMemory { node, free_bytes: mib[node as usize] << 20 });
         let ranks = vec![vec![rank(220), rank(221)]; groups.len()];
-        (Memory { nodes: nodes.to_vec(), ranks, ..memory(1 << 50) }, groups)
+        (InstanceMemory { nodes: nodes.to_vec(), ranks, ..memory(1 << 50) }, groups)
     }
 
     const TWO: [Device; 2] = [Device::Node(0), Device::Node(1)];
@@ -134,7 +134,7 @@ mod tests {
     fn the_node_with_the_least_memory_decides_and_is_named() {
         let facts = llama_70b();
         // Each rank has half of the 96 MiB of pages.
-        let fixed = |memory: &Memory| {
+        let fixed = |memory: &InstanceMemory| {
             Need::of_node(&facts, &memory.netd.limits(&facts), std::slice::from_ref(&facts)).fixed
         };
         let (memory, groups) = on_nodes([1 << 20, 1 << 20], &TWO);
@@ -162,21 +162,21 @@ mod tests {
         let shares = [facts.of_rank(&rank(220)), facts.of_rank(&rank(221))];
         let need = Need::of_node(&facts, &memory.netd.limits(&facts), &shares);
         assert_eq!((need.weights, need.kv), (441 << 20, 96 << 20));
-        let with = |blocks: u64| Memory {
+        let with = |blocks: u64| InstanceMemory {
             nodes: vec![NodeMemory { node: 0, free_bytes: need.total(blocks) }],
             ..memory.clone()
         };
         assert_eq!(with(7).fit_nodes(SpanChoice::All, &facts, &groups), Ok(7));
         // Two groups there share it.
-        let groups = Share::groups(&[Device::Node(0); 4], 2);
-        let two = Memory { ranks: vec![memory.ranks[0].clone(); 2], ..with(7) };
+        let groups = DeviceShare::groups(&[Device::Node(0); 4], 2);
+        let two = InstanceMemory { ranks: vec![memory.ranks[0].clone(); 2], ..with(7) };
         let double = vec![NodeMemory { node: 0, free_bytes: 2 * need.total(3) }];
-        assert_eq!(Memory { nodes: double, ..two }.most_per_group(&facts, &groups), [3, 3]);
+        assert_eq!(InstanceMemory { nodes: double, ..two }.most_per_group(&facts, &groups), [3, 3]);
         // Mapped weights and single workers elsewhere are not.
         let (memory, groups) = on_nodes([0, 0], &[Device::Cpu; 2]);
         assert_eq!(memory.fit_nodes(SpanChoice::All, &facts, &groups), Ok(80));
-        let single = Memory { ranks: Vec::new(), ..with(7) };
-        let alone = Share::groups(&[Device::Node(0)], 1);
+        let single = InstanceMemory { ranks: Vec::new(), ..with(7) };
+        let alone = DeviceShare::groups(&[Device::Node(0)], 1);
         let most = single.fit_nodes(SpanChoice::All, &facts, &alone).unwrap();
         assert_eq!(most, 10, "one worker, and no page twice");
     }

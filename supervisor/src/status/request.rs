@@ -15,7 +15,7 @@ pub const MAX_PATIENCE: Duration = Duration::from_secs(86400);
 /// What is asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "snake_case")]
-pub enum Request {
+pub enum InstanceRequest {
     /// What runs. A brief answer is not kept up to date with the swarm for the sake of it.
     Report {
         /// Whether the caller looks at the state of the instance alone.
@@ -47,7 +47,7 @@ pub enum Request {
 /// What is answered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Answer {
+pub enum InstanceAnswer {
     Report(Box<InstanceReport>),
     /// It is being done.
     Accepted,
@@ -58,12 +58,12 @@ pub enum Answer {
     },
 }
 
-impl Request {
+impl InstanceRequest {
     /// Reads a line.
     ///
     /// # Errors
     /// A sentence, for a line that is no request.
-    pub fn parse(line: &[u8]) -> Result<Request, String> {
+    pub fn parse(line: &[u8]) -> Result<InstanceRequest, String> {
         serde_json::from_slice(line).map_err(|error| {
             format!(
                 "invalid request: expected {{\"request\": \"report\" | \"pause\" | \"resume\" | \"restart\" | \"upgrade\"}}: {error}"
@@ -78,8 +78,8 @@ impl Request {
     pub fn order(&self) -> Result<Option<Order>, String> {
         match self {
             // The driver carries out an upgrade.
-            Request::Report { .. } | Request::Upgrade { .. } => Ok(None),
-            Request::Pause { patience_s } => {
+            InstanceRequest::Report { .. } | InstanceRequest::Upgrade { .. } => Ok(None),
+            InstanceRequest::Pause { patience_s } => {
                 let patience = Duration::from_secs(*patience_s);
                 match patience > MAX_PATIENCE {
                     true => Err(format!(
@@ -89,8 +89,8 @@ impl Request {
                     false => Ok(Some(Order::Pause(patience))),
                 }
             }
-            Request::Resume => Ok(Some(Order::Resume)),
-            Request::Restart { worker } => {
+            InstanceRequest::Resume => Ok(Some(Order::Resume)),
+            InstanceRequest::Restart { worker } => {
                 let id = worker.split_once('.').and_then(|(group, rank)| {
                     let (group, rank) = (GroupId(group.parse().ok()?), Rank(rank.parse().ok()?));
                     Some(WorkerId { group, rank, world_size: WorldSize(1) })
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn requests_become_orders() {
         let order =
-            |text: &str| Request::parse(text.as_bytes()).and_then(|request| request.order());
+            |text: &str| InstanceRequest::parse(text.as_bytes()).and_then(|request| request.order());
         assert_eq!(order(r#"{"request":"report"}"#), Ok(None));
         assert_eq!(order(r#"{"request":"resume"}"#), Ok(Some(Order::Resume)));
         let pause = order(r#"{"request":"pause","patience_s":60}"#);

@@ -12,8 +12,8 @@ use shared::model::ModelFacts;
 use shared::survey::Capacity;
 
 use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
-use crate::placement::{Placement, Share};
-use crate::sizing::Memory;
+use crate::placement::{Placement, DeviceShare};
+use crate::sizing::InstanceMemory;
 
 /// What the tree needs to know of the configuration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -23,7 +23,7 @@ pub struct Policy {
     /// How long netd may take to end.
     pub drain_timeout: Duration,
     /// Groups of devices and their shares of the span.
-    pub shares: Vec<Share>,
+    pub shares: Vec<DeviceShare>,
     /// How earlier starts cut the model among them.
     pub cuts: Vec<Vec<u32>>,
     /// The blocks asked for.
@@ -31,7 +31,7 @@ pub struct Policy {
     /// The device that serves in the place of one that keeps failing.
     pub fallback: Option<Device>,
     /// What they may take.
-    pub memory: Memory,
+    pub memory: InstanceMemory,
     /// Usual time between two readings of the board.
     pub pace: Duration,
 }
@@ -47,7 +47,7 @@ pub enum Up {
 /// What happened. Events of a process that is not the present one of its child are stale and change
 /// nothing.
 #[derive(Clone, Debug)]
-pub enum Event {
+pub enum TreeEvent {
     /// Begin.
     Start,
     Said(ChildId, Generation, Up),

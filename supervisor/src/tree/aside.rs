@@ -47,7 +47,7 @@ impl Tree {
     /// The groups that are tried again, and when. Without a model, none is.
     fn trials(&self) -> impl Iterator<Item = (Instant, GroupId)> {
         let may = self.ending.is_none() && self.moving.is_none() && self.facts.is_some();
-        let held = |group: &&Group| {
+        let held = |group: &&WorkerGroup| {
             let held = |child: &Child| matches!(child.state, Lifecycle::Held { .. });
             let is_over = !group.is_alive() && group.children().all(held);
             group.assignment == Assignment::Serving && group.is_on_trial && is_over

@@ -120,7 +120,7 @@ impl Tree {
         if netd_gone && !ending.workers_told {
             ending.workers_told = true;
             let until = now + SHORT_DRAIN.min(self.policy.drain_timeout);
-            let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
+            let ids: Vec<_> = self.groups.iter().map(WorkerGroup::id).collect();
             ids.into_iter().for_each(|id| self.drain_group(id, until, out));
         }
         let Some(ending) = &self.ending else { return };

@@ -18,12 +18,12 @@ use shared::exit::ExitReason;
 use shared::ids::GroupId;
 
 use super::aside::MAX_PAUSE;
-use super::group::{Aside, Assignment, Comeback, Death, Group, Origin};
+use super::group::{Aside, Assignment, Comeback, Death, WorkerGroup, Origin};
 use super::{Action, Next, Tree};
 
 impl Tree {
     /// The fallback and the blocks that it takes over from a group that has ended so.
-    pub(super) fn falls_back(&self, group: &Group, next: Next) -> Option<(Device, Span)> {
+    pub(super) fn falls_back(&self, group: &WorkerGroup, next: Next) -> Option<(Device, Span)> {
         let fallback = self.policy.fallback?;
         let failed = matches!(next, Next::Hold(ExitReason::RestartLimit | ExitReason::DeviceLost));
         let serves = group.assignment == Assignment::Serving && !group.has_several();
@@ -73,7 +73,7 @@ impl Tree {
             return None;
         }
         let rests =
-            |group: &&Group| group.origin.is_some_and(|origin| origin.step == Comeback::Resting);
+            |group: &&WorkerGroup| group.origin.is_some_and(|origin| origin.step == Comeback::Resting);
         let resting = self.groups.iter().filter(rests);
         resting.filter_map(|group| Some((group.aside?.until, group.id()))).min()
     }
@@ -96,7 +96,7 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
-        let of_device = |group: &&mut Group| {
+        let of_device = |group: &&mut WorkerGroup| {
             group.origin.is_some_and(|o| (o.device, o.step) == (device, Comeback::Examined))
         };
         for group in self.groups.iter_mut().filter(of_device) {
@@ -128,7 +128,7 @@ impl Tree {
     /// Whether [`super::Event::Idle`] would change anything.
     pub fn waits_for_idle(&self) -> bool {
         self.netd_awaits_idle()
-            || self.moving.is_none() && self.groups.iter().any(Group::may_return)
+            || self.moving.is_none() && self.groups.iter().any(WorkerGroup::may_return)
     }
 
     /// No session is open.
@@ -137,7 +137,7 @@ impl Tree {
         if self.ending.is_some() || self.moving.is_some() {
             return;
         }
-        let ids: Vec<_> = self.groups.iter().filter(|g| g.may_return()).map(Group::id).collect();
+        let ids: Vec<_> = self.groups.iter().filter(|g| g.may_return()).map(WorkerGroup::id).collect();
         for id in ids {
             self.return_blocks(id, now, out);
         }
@@ -199,7 +199,7 @@ impl Tree {
     }
 }
 
-impl Group {
+impl WorkerGroup {
     /// Whether its device works again.
     fn may_return(&self) -> bool {
         let passed = |origin: Origin| origin.step == Comeback::Passed;

@@ -64,7 +64,7 @@ pub(super) struct Death {
 
 /// The workers of one span and how far their link to netd is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Group {
+pub(super) struct WorkerGroup {
     pub(super) placement: Placement,
     /// The blocks of the instance that its own are a part of.
     pub(super) whole: Span,
@@ -116,7 +116,7 @@ pub(super) enum Comeback {
     Returning,
 }
 
-impl Group {
+impl WorkerGroup {
     /// A group that was never started, of the instance's blocks `whole`. Its next generation is the
     /// one after `last`.
     pub(super) fn new(
@@ -124,7 +124,7 @@ impl Group {
         whole: Span,
         assignment: Assignment,
         last: Generation,
-    ) -> Group {
+    ) -> WorkerGroup {
         let worker = |id| Worker {
             child: Child::after(ChildId::Worker(id), last),
             id,
@@ -137,7 +137,7 @@ impl Group {
             blamed: Vec::new(),
         };
         let workers = placement.workers().map(worker).collect();
-        Group {
+        WorkerGroup {
             placement,
             whole,
             assignment,

@@ -21,7 +21,7 @@ use shared::control::{DeathCause, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId};
 
-use super::group::{Assignment, Group};
+use super::group::{Assignment, WorkerGroup};
 use super::{Action, ChildId, Lifecycle, SHORT_DRAIN, Tree};
 use crate::placement::Placement;
 use crate::report::Pause;
@@ -34,7 +34,7 @@ const MAX_RETIRED: usize = 8;
 
 /// How far a move is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Step {
+pub(super) enum MoveStep {
     /// prepare makes the blocks ready.
     Preparing,
     /// The driver looks whether there is memory for both.
@@ -51,7 +51,7 @@ pub(super) enum Step {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Move {
     pub(super) to: Span,
-    pub(super) step: Step,
+    pub(super) step: MoveStep,
 }
 
 impl Tree {
@@ -77,20 +77,20 @@ impl Tree {
         if let Some(why) = refused {
             return self.refuse_move(to, why, out);
         }
-        let step = Step::Preparing;
+        let step = MoveStep::Preparing;
         self.moving = Some(Move { to, step });
         self.spawn(ChildId::Prepare, now, out);
     }
 
     /// Whether prepare works for a move.
     pub(super) fn prepares_move(&self) -> bool {
-        matches!(self.moving, Some(Move { step, .. }) if step == Step::Preparing)
+        matches!(self.moving, Some(Move { step, .. }) if step == MoveStep::Preparing)
     }
 
     /// The blocks of the move are ready on disk.
     pub(super) fn move_prepared(&mut self, out: &mut Vec<Action>) {
         if let Some(moving) = &mut self.moving {
-            moving.step = Step::Asking;
+            moving.step = MoveStep::Asking;
             out.push(Action::AskRoom(moving.to));
         }
     }
@@ -103,12 +103,12 @@ impl Tree {
         now: Instant,
         out: &mut Vec<Action>,
     ) {
-        let asked = self.moving.is_some_and(|m| m.to == span && m.step == Step::Asking);
+        let asked = self.moving.is_some_and(|m| m.to == span && m.step == MoveStep::Asking);
         if !asked {
             return;
         }
         if let Some(why) = why_not {
-            self.moving = Some(Move { to: span, step: Step::Emptying });
+            self.moving = Some(Move { to: span, step: MoveStep::Emptying });
             out.push(Action::Note(format!(
                 "leaving the present blocks before loading blocks {span}: {why}"
             )));
@@ -118,7 +118,7 @@ impl Tree {
             return;
         }
         if let Some(moving) = &mut self.moving {
-            moving.step = Step::Loading;
+            moving.step = MoveStep::Loading;
         }
         self.load(span, Assignment::Coming, now, out);
     }
@@ -132,18 +132,18 @@ impl Tree {
     pub(super) fn add_groups(&mut self, span: Span, assignment: Assignment) -> Vec<GroupId> {
         let new = |(placement, group): (Placement, GroupId)| {
             let placement = Placement { group, ..placement };
-            Group::new(placement, span, assignment, self.last_generation(group))
+            WorkerGroup::new(placement, span, assignment, self.last_generation(group))
         };
-        let new: Vec<Group> =
+        let new: Vec<WorkerGroup> =
             self.placements(span).into_iter().zip(self.free_groups()).map(new).collect();
-        let ids = new.iter().map(Group::id).collect();
+        let ids = new.iter().map(WorkerGroup::id).collect();
         self.groups.extend(new);
         ids
     }
 
     /// netd has announced the new place: the workers of the old one keep their sessions.
     pub(super) fn moved(&mut self, to: Span, out: &mut Vec<Action>) {
-        let Some(_) = self.moving.take_if(|m| m.to == to && m.step == Step::Loading) else {
+        let Some(_) = self.moving.take_if(|m| m.to == to && m.step == MoveStep::Loading) else {
             return;
         };
         for group in &mut self.groups {
@@ -164,7 +164,7 @@ impl Tree {
     /// The sessions of the blocks that were left are over.
     pub(super) fn vacated(&mut self, now: Instant, out: &mut Vec<Action>) {
         match self.moving {
-            Some(Move { to, step: Step::Emptying }) => {
+            Some(Move { to, step: MoveStep::Emptying }) => {
                 self.came_from = self.span.filter(|span| *span != to);
                 self.replace_all(to, now, out);
             }
@@ -179,7 +179,7 @@ impl Tree {
         }
         self.retired.retain(|span| *span != to);
         self.netd_span = Some(to);
-        self.moving = Some(Move { to, step: Step::Ending });
+        self.moving = Some(Move { to, step: MoveStep::Ending });
         self.drop_workers(Assignment::Serving, now, out);
     }
 
@@ -198,7 +198,7 @@ impl Tree {
 
     /// The blocks that a netd that starts now is to serve.
     pub(super) fn present(&self) -> Option<Span> {
-        let ending = self.moving.filter(|moving| moving.step == Step::Ending);
+        let ending = self.moving.filter(|moving| moving.step == MoveStep::Ending);
         self.rest().or(ending.map(|moving| moving.to))
     }
 
@@ -248,12 +248,12 @@ impl Tree {
     /// netd is dead: a move that it did not finish is off, and sessions of the old blocks are gone
     /// with their connections.
     pub(super) fn netd_lost(&mut self, now: Instant, out: &mut Vec<Action>) {
-        if let (Some(Move { to, step: Step::Emptying }), Pause::Draining) =
+        if let (Some(Move { to, step: MoveStep::Emptying }), Pause::Draining) =
             (self.moving, self.pause)
         {
             // The sessions ended with netd.
             self.replace_all(to, now, out);
-        } else if self.moving.is_some_and(|moving| moving.step != Step::Ending) {
+        } else if self.moving.is_some_and(|moving| moving.step != MoveStep::Ending) {
             self.give_up_move("netd ended", false, now, out);
         }
         // The next netd is told one place, and knows no way back.
@@ -263,18 +263,18 @@ impl Tree {
 
     /// Takes out of the tree who was dropped and has ended, and starts who waits for that.
     pub(super) fn sweep(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let over = |group: &mut Group| group.assignment == Assignment::Dropped && !group.is_alive();
+        let over = |group: &mut WorkerGroup| group.assignment == Assignment::Dropped && !group.is_alive();
         for group in self.groups.extract_if(.., over) {
             let (id, generation) = (group.id(), group.generation());
             self.last_generations.retain(|(other, _)| *other != id);
             self.last_generations.push((id, generation));
             out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
         }
-        let over = self.groups.iter().all(Group::is_stuck);
+        let over = self.groups.iter().all(WorkerGroup::is_stuck);
         if over && self.stays_paused(out) {
             return;
         }
-        let waiting = |moving: &mut Move| moving.step == Step::Ending && over;
+        let waiting = |moving: &mut Move| moving.step == MoveStep::Ending && over;
         if let Some(Move { to, .. }) = self.moving.take_if(waiting) {
             self.load(to, Assignment::Serving, now, out);
         }
@@ -293,7 +293,7 @@ impl Tree {
             ids.push((group.id(), group.children().map(|child| child.id).collect::<Vec<_>>()));
         }
         for (group, workers) in ids {
-            let waits = self.group(group).is_some_and(Group::is_restarting);
+            let waits = self.group(group).is_some_and(WorkerGroup::is_restarting);
             workers.into_iter().for_each(|id| self.give_up(id, now, out));
             if waits {
                 // netd waits for its next generation.

@@ -13,14 +13,14 @@
 //! for both, whose second half waits for the operator.
 
 use super::group::Assignment;
-use super::moving::{Move, Step};
+use super::moving::{Move, MoveStep};
 use std::time::Duration;
 
 use super::*;
 
 impl Tree {
     /// What the operator may expect of the instance.
-    pub fn standing(&self) -> Standing {
+    pub fn standing(&self) -> Readiness {
         let netd = Some(self.netd.generation);
         let mut served = self.groups.iter().filter(|group| group.is_served());
         let ready = self.was_online
@@ -29,7 +29,7 @@ impl Tree {
             && self.netd.is_ready()
             && self.rest().is_some()
             && served.all(|group| group.is_ready() && group.told == netd);
-        Standing { ready, pause: self.pause }
+        Readiness { ready, pause: self.pause }
     }
 
     /// Why `order` cannot be followed now, in a sentence, if it cannot.
@@ -106,7 +106,7 @@ impl Tree {
         // Devices that were lost are tried again afterwards.
         let Some(span) = self.span else { return };
         self.pause = Pause::Draining;
-        self.moving = Some(Move { to: span, step: Step::Emptying });
+        self.moving = Some(Move { to: span, step: MoveStep::Emptying });
         self.tell_pause(patience, out);
     }
 
@@ -140,7 +140,7 @@ impl Tree {
 
     /// Whether the blocks that all workers have left stay so until the operator says more.
     pub(super) fn stays_paused(&mut self, out: &mut Vec<Action>) -> bool {
-        let ended = matches!(self.moving, Some(Move { step: Step::Ending, .. }));
+        let ended = matches!(self.moving, Some(Move { step: MoveStep::Ending, .. }));
         if self.pause == Pause::No || !ended {
             return false;
         }

@@ -20,14 +20,14 @@ use shared::exit::ExitReason;
 use shared::ids::GroupId;
 use shared::model::ModelFacts;
 
-use super::group::{Assignment, Death, Group};
-use super::moving::Step;
+use super::group::{Assignment, Death, WorkerGroup};
+use super::moving::MoveStep;
 use super::{Action, ChildId, Lifecycle, Next, SHORT_DRAIN, Tree};
 use crate::placement::{self, Placement};
 
 impl Tree {
     /// Whether a group that has ended so goes on with fewer devices.
-    pub(super) fn leaves_remainder(&self, group: &Group, next: Next) -> bool {
+    pub(super) fn leaves_remainder(&self, group: &WorkerGroup, next: Next) -> bool {
         next == Next::Hold(ExitReason::RestartLimit)
             && group.has_several()
             && group.assignment == Assignment::Serving
@@ -37,7 +37,7 @@ impl Tree {
 
     /// Whether a move has begun to leave the present blocks.
     pub(super) fn leaves_present(&self) -> bool {
-        matches!(self.moving.map(|moving| moving.step), Some(Step::Emptying | Step::Ending))
+        matches!(self.moving.map(|moving| moving.step), Some(MoveStep::Emptying | MoveStep::Ending))
     }
 
     /// Replaces a group whose processes are reaped by one without the device that is lost.
@@ -78,7 +78,7 @@ impl Tree {
         death: &Death,
         now: Instant,
         out: &mut Vec<Action>,
-    ) -> Option<Group> {
+    ) -> Option<WorkerGroup> {
         if self.moving.is_some() {
             self.give_up_move("a device was lost", true, now, out);
         }
@@ -96,7 +96,7 @@ impl Tree {
         let group = self.groups.iter_mut().find(|group| group.id() == id)?;
         out.extend(group.workers.iter().map(|worker| Action::DropWorker(worker.id)));
         let placement = Placement { devices, ..group.placement.clone() };
-        let next = Group::new(placement, group.whole, Assignment::Serving, generation);
+        let next = WorkerGroup::new(placement, group.whole, Assignment::Serving, generation);
         Some(std::mem::replace(group, next))
     }
 
@@ -134,14 +134,14 @@ impl Tree {
         if self.ending.is_some() || self.moving.is_some() || self.asked.is_some() || !is_free {
             return;
         }
-        self.asked = self.groups.iter().find(|group| group.awaits_shares).map(Group::id);
+        self.asked = self.groups.iter().find(|group| group.awaits_shares).map(WorkerGroup::id);
         if self.asked.is_some() {
             self.spawn(ChildId::Prepare, now, out);
         }
     }
 
     /// The group for which prepare runs.
-    pub(super) fn asked_for(&self) -> Option<&Group> {
+    pub(super) fn asked_for(&self) -> Option<&WorkerGroup> {
         self.asked.and_then(|id| self.group(id)).filter(|group| group.awaits_shares)
     }
 
@@ -185,7 +185,7 @@ impl Tree {
     /// together with the other groups.
     pub(super) fn part_that_fits(
         &self,
-        group: &Group,
+        group: &WorkerGroup,
         devices: &[Device],
         facts: &ModelFacts,
     ) -> Option<Span> {

@@ -27,9 +27,9 @@ impl Tree {
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
                 let waiting = |child: &Child| child.state == Lifecycle::Waiting;
-                let is_due = |group: &&Group| !group.awaits_shares && group.children().all(waiting);
+                let is_due = |group: &&WorkerGroup| !group.awaits_shares && group.children().all(waiting);
                 let groups = self.groups.iter().filter(is_due);
-                let ids: Vec<_> = groups.map(Group::id).collect();
+                let ids: Vec<_> = groups.map(WorkerGroup::id).collect();
                 if self.ending.is_none() {
                     ids.into_iter().for_each(|id| self.spawn_group(id, now, out));
                 }
@@ -48,7 +48,7 @@ impl Tree {
         self.take_devices(devices);
         // Workers have their blocks for life.
         if let (Some(Speeds { rates, cuts }), None) = (speeds, self.span) {
-            Share::set_rates(&mut self.policy.shares, &rates);
+            DeviceShare::set_rates(&mut self.policy.shares, &rates);
             self.policy.cuts = cuts;
         }
         if let (Some(_), Some(id)) = (self.asked_for(), self.asked) {

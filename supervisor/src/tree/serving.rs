@@ -10,7 +10,7 @@ use shared::control::ToNetd;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId, WorkerId};
 
-use super::group::{Assignment, Group};
+use super::group::{Assignment, WorkerGroup};
 use super::{Action, ChildId, Down, Policy, Tree};
 use crate::placement::{self, Placement};
 
@@ -32,7 +32,7 @@ impl Tree {
         let facts = facts.clone();
         out.push(Action::tell_netd(ToNetd::Model { facts, fits, kept: self.kept }));
         self.tell_pause(Duration::ZERO, out);
-        let ids: Vec<_> = self.groups.iter().map(Group::id).collect();
+        let ids: Vec<_> = self.groups.iter().map(WorkerGroup::id).collect();
         ids.into_iter().for_each(|id| self.tell_up(id, out));
         self.shrink_netd(out);
     }
@@ -50,11 +50,11 @@ impl Tree {
             return;
         }
         (self.span, self.netd_span) = (Some(span), Some(span));
-        let new = |placement| Group::new(placement, span, Assignment::Serving, Generation(0));
+        let new = |placement| WorkerGroup::new(placement, span, Assignment::Serving, Generation(0));
         self.groups = self.placements(span).into_iter().map(new).collect();
         if self.groups.len() < self.policy.shares.len() {
             let (blocks, shares) = (span.block_count(), self.policy.shares.len());
-            let what = match self.groups.iter().any(Group::has_several) {
+            let what = match self.groups.iter().any(WorkerGroup::has_several) {
                 true => "groups of devices",
                 false => "devices",
             };
@@ -184,7 +184,7 @@ impl Tree {
     }
 }
 
-impl Group {
+impl WorkerGroup {
     /// Its rings, and the arena of the other ranks, are of no more use.
     pub(super) fn drop_rings(&mut self, out: &mut Vec<Action>) {
         for worker in &mut self.workers {

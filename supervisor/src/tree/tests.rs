@@ -10,8 +10,8 @@ use std::time::Duration;
 use self::invariants::Witness;
 use super::action::Down::Netd;
 use super::*;
-use crate::placement::Share;
-use crate::sizing::Memory;
+use crate::placement::DeviceShare;
+use crate::sizing::InstanceMemory;
 
 mod asides;
 mod deaths;
@@ -45,7 +45,7 @@ fn policy(devices: usize) -> Policy {
     Policy {
         restart,
         drain_timeout: 20 * SEC,
-        shares: Share::groups(&vec![Device::Cpu; devices], 1),
+        shares: DeviceShare::groups(&vec![Device::Cpu; devices], 1),
         cuts: Vec::new(),
         span: SpanChoice::All,
         fallback: None,
@@ -55,8 +55,8 @@ fn policy(devices: usize) -> Policy {
 }
 
 /// Memory with so many bytes available.
-fn memory(available_bytes: Option<u64>) -> Memory {
-    Memory { available_bytes, workers: 2, ..crate::sizing::tests::memory(0) }
+fn memory(available_bytes: Option<u64>) -> InstanceMemory {
+    InstanceMemory { available_bytes, workers: 2, ..crate::sizing::tests::memory(0) }
 }
 
 fn survey() -> Survey {
@@ -100,8 +100,8 @@ impl Rig {
         Rig { tree, now: Instant::now(), last: Vec::new(), witness: Witness::default() }
     }
 
-    fn on(&mut self, event: Event) -> &mut Rig {
-        if let Event::Ended(id, generation, _) = &event {
+    fn on(&mut self, event: TreeEvent) -> &mut Rig {
+        if let TreeEvent::Ended(id, generation, _) = &event {
             self.witness.live.retain(|live| live != &(*id, *generation));
         }
         self.last = self.tree.on(event, self.now);
@@ -111,7 +111,7 @@ impl Rig {
 
     fn wait(&mut self, time: Duration) -> &mut Rig {
         self.now += time;
-        self.on(Event::Tick)
+        self.on(TreeEvent::Tick)
     }
 
     fn generation(&self, id: ChildId) -> Generation {
@@ -124,12 +124,12 @@ impl Rig {
 
     fn say(&mut self, id: ChildId, up: Up) -> &mut Rig {
         let generation = self.generation(id);
-        self.on(Event::Said(id, generation, up))
+        self.on(TreeEvent::Said(id, generation, up))
     }
 
     fn die(&mut self, id: ChildId, end: ExitStatus) -> &mut Rig {
         let generation = self.generation(id);
-        self.on(Event::Ended(id, generation, end))
+        self.on(TreeEvent::Ended(id, generation, end))
     }
 
     fn worker_ready(&mut self, group: u16) -> &mut Rig {
@@ -146,7 +146,7 @@ impl Rig {
     /// A tree of `groups` groups of two devices.
     fn of_groups(groups: usize) -> Rig {
         let mut policy = policy(0);
-        policy.shares = Share::groups(&vec![Device::Cpu; 2 * groups], 2);
+        policy.shares = DeviceShare::groups(&vec![Device::Cpu; 2 * groups], 2);
         Rig { tree: Tree::new(policy), ..Rig::new(0) }
     }
 
@@ -186,7 +186,7 @@ impl Rig {
 
     fn prepared(self) -> Rig {
         let mut rig = self;
-        rig.on(Event::Start);
+        rig.on(TreeEvent::Start);
         rig.netd_listens();
         rig.say(PREPARE, surveyed(survey()));
         rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));

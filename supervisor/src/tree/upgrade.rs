@@ -51,7 +51,7 @@ impl Tree {
         if let Some(why) = self.pause_refusal() {
             return Some(why.to_owned());
         }
-        let lasting = |group: &&super::Group| group.is_lasting() && !group.is_ready();
+        let lasting = |group: &&super::WorkerGroup| group.is_lasting() && !group.is_ready();
         let late = self.groups.iter().find(lasting)?;
         Some(format!("group {} is starting", late.id()))
     }
@@ -59,11 +59,11 @@ impl Tree {
     /// A group that does not have a worker for each of its devices, or has none: the tree was not written
     /// by a supervisor.
     pub fn incomplete_group(&self) -> Option<GroupId> {
-        let is_whole = |group: &super::Group| {
+        let is_whole = |group: &super::WorkerGroup| {
             let ids = group.workers.iter().map(|worker| worker.id);
             !group.workers.is_empty() && ids.eq(group.placement.workers())
         };
-        self.groups.iter().find(|group| !is_whole(group)).map(super::Group::id)
+        self.groups.iter().find(|group| !is_whole(group)).map(super::WorkerGroup::id)
     }
 
     /// Whether there are no workers, for as long as the operator wants.
@@ -126,7 +126,7 @@ impl Tree {
         let by = *replacing.netd_by.get_or_insert(by);
         let knows_all = self.said.has_model && self.netd.is_ready();
         if self.netd.generation > replacing.netd {
-            let told = |group: &super::Group| {
+            let told = |group: &super::WorkerGroup| {
                 !group.is_served() || group.told == Some(self.netd.generation)
             };
             if knows_all && self.groups.iter().all(told) {

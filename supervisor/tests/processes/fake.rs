@@ -21,7 +21,7 @@ use shared::model::{ModelFacts, RankShare};
 use shared::shm::arena::ArenaMap;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{Doorbell, Wake};
-use shared::shm::group::{GroupMap, GroupShape, Member, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupShape, GroupMember, WaitPolicy};
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;
@@ -265,7 +265,7 @@ fn meet(map: Arc<GroupMap>, init: &WorkerInit) {
         interval: Duration::from_millis(50),
         heartbeat: Box::new(|| ()),
     };
-    let mut member = Member::new(&map, policy).unwrap();
+    let mut member = GroupMember::new(&map, policy).unwrap();
     let mut values = [f32::from(init.worker.rank.0) + 1.0];
     member.all_reduce(&mut values).unwrap();
     let expected: u16 = (1..=init.worker.world_size.0).sum();

@@ -8,7 +8,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// if it `is_known`, the output of attention.
     pub(super) fn attention(
         &mut self,
-        piece: &mut Piece<'_, B>,
+        piece: &mut PieceBuffers<'_, B>,
         grad: &B::Floats,
         is_known: bool,
         pages: &mut B::Pages<'_>,

@@ -6,7 +6,7 @@ const NO_NORM: OpError =
     OpError::Shape { op: "backward", what: "the MLP of a block that is not parallel has a norm" };
 
 /// Intermediate results of one piece, all `[tokens, hidden]` where nothing else is said.
-pub(super) struct Piece<'a, B: Backend> {
+pub(super) struct PieceBuffers<'a, B: Backend> {
     /// The input of the block, with its prompts.
     pub(super) before: &'a B::Floats,
     /// Its norm, which attention is fed.
@@ -31,7 +31,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// h = x + A(n(x)), y = h + M(m(h)).
     pub(super) fn sequential(
         &mut self,
-        mut piece: Piece<'_, B>,
+        mut piece: PieceBuffers<'_, B>,
         gradient: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
@@ -50,7 +50,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// a = n(x), h = a + A(a), b = m(h), y = b + M(b).
     pub(super) fn normed(
         &mut self,
-        mut piece: Piece<'_, B>,
+        mut piece: PieceBuffers<'_, B>,
         gradient: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
@@ -69,7 +69,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// y = x + A(n(x)) + M(m(x)), or M(n(x)) in a block of one norm.
     pub(super) fn parallel(
         &mut self,
-        mut piece: Piece<'_, B>,
+        mut piece: PieceBuffers<'_, B>,
         gradient: &mut B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
@@ -111,7 +111,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// `fed` if the MLP needs it. `x` is what the output of attention is added to.
     fn states_between<'a>(
         &mut self,
-        piece: &mut Piece<'a, B>,
+        piece: &mut PieceBuffers<'a, B>,
         x: &'a B::Floats,
         pages: &mut B::Pages<'_>,
     ) -> Result<(), OpError> {
@@ -131,7 +131,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     }
 
     /// Gradient of the MLP's input, into `branch`.
-    fn mlp_branch(&mut self, piece: &mut Piece<'_, B>, grad: &B::Floats) -> Result<(), OpError> {
+    fn mlp_branch(&mut self, piece: &mut PieceBuffers<'_, B>, grad: &B::Floats) -> Result<(), OpError> {
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
         self.mlp(piece.fed, grad, given, piece.forward_middle, piece.middle, piece.branch)?;
         match self.mlp_is_part() {
@@ -150,7 +150,7 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     /// its output is at hand.
     fn attention_branch(
         &mut self,
-        piece: &mut Piece<'_, B>,
+        piece: &mut PieceBuffers<'_, B>,
         grad: &B::Floats,
         is_attended: bool,
         pages: &mut B::Pages<'_>,

@@ -33,7 +33,7 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         let mut parts = linears.map(|linear| product(linear, next()));
         self.backend.products(Products { x, rows, parts: &mut parts })?;
         let mut parts = linears.into_iter().zip(outs);
-        parts.try_for_each(|(linear, out)| self.adapt(x, linear, Inputs::Whole, out))
+        parts.try_for_each(|(linear, out)| self.adapt(x, linear, RankInputs::Whole, out))
     }
 
     pub(crate) fn linear(
@@ -44,7 +44,7 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         self.part(x, linear, rows, &mut *out)?;
-        self.adapt(x, linear, Inputs::Whole, out)
+        self.adapt(x, linear, RankInputs::Whole, out)
     }
 
     /// Whether something is to be added to one of these products.
@@ -80,7 +80,7 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         self.backend.all_reduce(&mut outs, self.tokens * self.spec.hidden)?;
         let mut products = products.into_iter();
         products
-            .try_for_each(|product| self.adapt(product.x, product.linear, Inputs::Cut, product.out))
+            .try_for_each(|product| self.adapt(product.x, product.linear, RankInputs::Cut, product.out))
     }
 
     /// Adds what adapters make of `x` to the product with their matrix.
@@ -88,7 +88,7 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         &mut self,
         x: &B::Floats,
         linear: &Linear<'_, B>,
-        inputs: Inputs,
+        inputs: RankInputs,
         out: &mut B::Floats,
     ) -> Result<(), OpError> {
         // A step that is recorded is recorded for any adapters: what is given here only says that

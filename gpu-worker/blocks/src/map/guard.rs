@@ -45,15 +45,15 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 
 /// A mapping that is known here; forgotten when it is dropped.
 #[derive(Debug)]
-pub(super) struct Known(Option<usize>);
+pub(super) struct KnownMapping(Option<usize>);
 
-impl Known {
+impl KnownMapping {
     /// Notes that `len` bytes at `start` are those of `path`.
-    pub(super) fn new(start: usize, len: usize, path: &Path) -> Known {
+    pub(super) fn new(start: usize, len: usize, path: &Path) -> KnownMapping {
         let mut paths = PATHS.lock();
         let free = RANGES.iter().position(|p| p.end.load(Ordering::Relaxed) == 0);
         let Some(index) = free else {
-            return Known(None);
+            return KnownMapping(None);
         };
         if paths.len() <= index {
             paths.resize(index + 1, PathBuf::new());
@@ -62,11 +62,11 @@ impl Known {
         RANGES[index].start.store(start, Ordering::Relaxed);
         // SYNC POINT guard.range: publishes `start` to the handler.
         RANGES[index].end.store(start + len, Ordering::Release);
-        Known(Some(index))
+        KnownMapping(Some(index))
     }
 }
 
-impl Drop for Known {
+impl Drop for KnownMapping {
     fn drop(&mut self) {
         let _paths = PATHS.lock();
         if let Some(index) = self.0 {

@@ -13,7 +13,7 @@ use super::{FileMap, Keep};
 
 /// What is held of one tensor.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldTensor {
     tensor: TensorEntry,
     part: HeldPart,
     /// Bytes that belong to the part; shared ones counted.
@@ -33,7 +33,7 @@ enum HeldPart {
     CopiedWhole(Vec<u8>),
 }
 
-impl Held {
+impl HeldTensor {
     /// Holds `slice` of `tensor` in `file`. `None` when the tensor does not lie in the file, does not
     /// fit its shape, or the slice has none of it or more than it.
     pub(super) fn new(
@@ -41,7 +41,7 @@ impl Held {
         tensor: &TensorEntry,
         slice: &Slice,
         keep: Keep,
-    ) -> Option<Held> {
+    ) -> Option<HeldTensor> {
         let stored = file.bytes(tensor)?;
         let whole = whole(stored, tensor)?;
         let shape: Vec<usize> = tensor.shape.iter().map_while(|&n| n.try_into().ok()).collect();
@@ -74,7 +74,7 @@ impl Held {
         };
         let of = slice.of(&shape)?;
         let bytes = held_bytes(tensor.quant, tensor.dtype, of.whole, of.rows, of.columns)?;
-        let held = Held { tensor: tensor.clone(), part, bytes: bytes as u64 };
+        let held = HeldTensor { tensor: tensor.clone(), part, bytes: bytes as u64 };
         held.of(file)?;
         Some(held)
     }

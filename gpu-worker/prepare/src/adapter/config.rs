@@ -53,7 +53,7 @@ impl AdapterConfig {
     /// Reads a config; the error says what is not supported.
     pub fn parse(json: &[u8]) -> Result<AdapterConfig, String> {
         let config: Value = serde_json::from_slice(json).map_err(|e| format!("is no JSON: {e}"))?;
-        let config = Fields(&config);
+        let config = ConfigFields(&config);
         config.check_kind()?;
         let rank = whole("r", config.required("r")?)?;
         let alpha = match config.get("lora_alpha") {
@@ -148,9 +148,9 @@ impl Modules {
 }
 
 /// The fields of a config; `null` counts as absent.
-struct Fields<'a>(&'a Value);
+struct ConfigFields<'a>(&'a Value);
 
-impl<'a> Fields<'a> {
+impl<'a> ConfigFields<'a> {
     fn get(&self, field: &str) -> Option<&'a Value> {
         self.0.get(field).filter(|value| !value.is_null())
     }

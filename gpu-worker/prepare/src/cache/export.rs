@@ -40,7 +40,7 @@ pub(super) fn run(
     revision: Option<&str>,
     out: &Path,
 ) -> Result<Said, PrepareError> {
-    let found = Found::look(cache, model, revision)?;
+    let found = ExportFiles::look(cache, model, revision)?;
     let staging = Staging::begin(out, found.bytes())?;
     for file in found.files.iter().chain(found.blocks.values()) {
         staging.copy(file)?;
@@ -64,7 +64,7 @@ pub(super) fn run(
 }
 
 /// What the cache has of a model.
-struct Found {
+struct ExportFiles {
     name: String,
     commit: String,
     /// Files of its snapshot, links resolved by their names there.
@@ -73,9 +73,9 @@ struct Found {
     blocks: BTreeMap<u32, PathBuf>,
 }
 
-impl Found {
-    fn look(cache: &Path, model: &str, revision: Option<&str>) -> Result<Found, PrepareError> {
-        let mut found = Found {
+impl ExportFiles {
+    fn look(cache: &Path, model: &str, revision: Option<&str>) -> Result<ExportFiles, PrepareError> {
+        let mut found = ExportFiles {
             name: map_repo(model),
             commit: String::new(),
             files: Vec::new(),

@@ -11,7 +11,7 @@ use crate::disk_cache::{DiskCache, is_in_use};
 use crate::error::PrepareError;
 use crate::folder::ranges;
 use crate::quiet::open_quietly;
-use crate::store::Identity;
+use crate::store::FileIdentity;
 use crate::temporary::is_being_written;
 
 /// Format of blocks as they were downloaded.
@@ -52,7 +52,7 @@ pub struct Inventory {
 
 /// Files of one model, revision and format.
 #[derive(Clone, Debug)]
-pub struct Group<'a> {
+pub struct CachedModel<'a> {
     pub model: &'a str,
     pub revision: Option<&'a str>,
     pub format: &'a str,
@@ -97,12 +97,12 @@ impl Inventory {
     }
 
     /// The files by model, revision and format.
-    pub fn groups(&self) -> Vec<Group<'_>> {
-        let mut groups: BTreeMap<(&str, Option<&str>, &str), Group<'_>> = BTreeMap::new();
+    pub fn groups(&self) -> Vec<CachedModel<'_>> {
+        let mut groups: BTreeMap<(&str, Option<&str>, &str), CachedModel<'_>> = BTreeMap::new();
         for item in &self.items {
             let key = (item.model.as_str(), item.revision.as_deref(), item.format.as_str());
             let (model, revision, format) = key;
-            let group = groups.entry(key).or_insert_with(|| Group {
+            let group = groups.entry(key).or_insert_with(|| CachedModel {
                 model,
                 revision,
                 format,
@@ -116,7 +116,7 @@ impl Inventory {
     }
 }
 
-impl Group<'_> {
+impl CachedModel<'_> {
     /// The blocks, as ranges.
     pub fn blocks(&self) -> String {
         let mut blocks: Vec<u32> = self.items.iter().filter_map(|item| item.block).collect();
@@ -172,7 +172,7 @@ fn prepared(folder: &Path, path: &Path, of_model: &str) -> (String, Option<Strin
         let len = file.metadata().ok()?.len();
         let header = Header::read(&file, len).ok()?;
         let is_mark = header.tensors.is_empty();
-        Identity::of(&header).map(|identity| (identity, is_mark))
+        FileIdentity::of(&header).map(|identity| (identity, is_mark))
     });
     let Some((identity, is_mark)) = identity else {
         return (fallback, None, UNKNOWN.to_owned());

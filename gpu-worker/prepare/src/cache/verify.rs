@@ -19,7 +19,7 @@ use crate::store;
 
 /// What `sepal cache verify --json` prints; `deploy/TOOLS.md` describes the keys.
 #[derive(Serialize)]
-struct Report {
+struct VerifyReport {
     version: u32,
     files: usize,
     damaged: Vec<Damage>,
@@ -51,7 +51,7 @@ pub(super) fn run(folder: &Path, repair: bool, json: bool) -> Result<Said, Prepa
     }
     let is_well = damaged.iter().all(|damage| damage.deleted);
     let reason = if is_well { ExitReason::Clean } else { ExitReason::Failed };
-    let report = Report { version: 1, files: inventory.items.len(), damaged };
+    let report = VerifyReport { version: 1, files: inventory.items.len(), damaged };
     let text = match json {
         true => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
         false => text(&report, repair),
@@ -59,7 +59,7 @@ pub(super) fn run(folder: &Path, repair: bool, json: bool) -> Result<Said, Prepa
     Ok(Said { text, reason })
 }
 
-fn text(report: &Report, repair: bool) -> String {
+fn text(report: &VerifyReport, repair: bool) -> String {
     let mut text = String::new();
     for Damage { path, problem, deleted, .. } in &report.damaged {
         let what = match (deleted, repair) {

@@ -120,7 +120,7 @@ fn an_interrupted_run_is_taken_up_and_never_taken_for_a_model() {
     let site = site(QuantType::Nf4);
     let mut blocks = 0;
     let stopped = convert(&site.config, |progress| {
-        blocks += u32::from(matches!(progress, Progress::Block { .. }));
+        blocks += u32::from(matches!(progress, PrepareProgress::Block { .. }));
         if blocks == 3 { Err(PrepareError::Stopped) } else { Ok(()) }
     });
     assert!(matches!(stopped, Err(PrepareError::Stopped)));
@@ -137,7 +137,7 @@ fn an_interrupted_run_is_taken_up_and_never_taken_for_a_model() {
     let before = std::fs::metadata(&first).unwrap().modified().unwrap();
     let mut converted = 0;
     convert(&site.config, |progress| {
-        converted += usize::from(matches!(progress, Progress::Tensor { .. }));
+        converted += usize::from(matches!(progress, PrepareProgress::Tensor { .. }));
         Ok(())
     })
     .unwrap();
@@ -162,7 +162,7 @@ fn a_folder_of_somebody_else_is_neither_taken_up_nor_emptied() {
 
     // Of its own folder, convert removes its own files alone.
     let stopped = convert(&site.config, |progress| match progress {
-        Progress::Block { block: 2, .. } => Err(PrepareError::Stopped),
+        PrepareProgress::Block { block: 2, .. } => Err(PrepareError::Stopped),
         _ => Ok(()),
     });
     assert!(matches!(stopped, Err(PrepareError::Stopped)));

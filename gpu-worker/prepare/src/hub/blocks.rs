@@ -20,7 +20,7 @@ use super::{Hub, is_ranged};
 use crate::checkpoint::{self, Checkpoint};
 use crate::disk_cache::{touch, wait_for_lock};
 use crate::error::PrepareError;
-use crate::progress::{Progress, Watch};
+use crate::progress::{PrepareProgress, Watch};
 use crate::source::{Wanted, checked};
 
 /// The data of a block file begins at a multiple of this.
@@ -110,7 +110,7 @@ impl Hub {
         let skip = done.saturating_sub(head.len() as u64);
         self.write_parts(&mut file, &parts, skip, &mut |count| {
             now_done += count;
-            watch(Progress::Download { done: now_done, total })
+            watch(PrepareProgress::Download { done: now_done, total })
         })?;
         let bytes = now_done - done;
         let mb_per_s = bytes as f64 / 1e6 / start.elapsed().as_secs_f64().max(1e-9);

@@ -13,7 +13,7 @@ use shared::dtype::DType;
 
 use super::{IDENTITY, PIECE_BYTES, SUM, StorePlace, hex, identity_text};
 use crate::error::PrepareError;
-use crate::progress::{Progress, Watch};
+use crate::progress::{PrepareProgress, Watch};
 use crate::quiet::open_quietly;
 
 /// What is wrong with the prepared file at `path`, for a sentence about it: whether it is whole and
@@ -23,7 +23,7 @@ use crate::quiet::open_quietly;
 /// What `watch` returns, which is called for every piece that was read.
 pub fn check(path: &Path, watch: &mut Watch<'_>) -> Result<Option<String>, PrepareError> {
     let mut stopped = None;
-    let sum = has_sum(path, &mut || match watch(Progress::Alive) {
+    let sum = has_sum(path, &mut || match watch(PrepareProgress::Alive) {
         Ok(()) => true,
         Err(error) => {
             stopped = Some(error);

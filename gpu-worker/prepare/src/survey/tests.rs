@@ -110,7 +110,7 @@ fn a_folder_has_nothing_to_download_and_its_headers_are_checked() {
     let mut config = site(model.path()).config;
     config.model = model.path().to_str().unwrap().to_owned();
     let survey = surveyed(&config, SpanChoice::All).unwrap();
-    assert_eq!((survey.most_download_bytes(2), survey.source), (0, Source::Folder));
+    assert_eq!((survey.most_download_bytes(2), survey.source), (0, CheckpointSource::Folder));
     assert_eq!(survey.blocks[&1].stored_bytes, survey.formats[0].survey.facts.block_bytes);
 
     let path = model.path().join("model.safetensors");

@@ -74,7 +74,7 @@ fn prepared_files_are_reused_until_the_checkpoint_changes() {
     let again = Inspected::new(&place.config)
         .unwrap()
         .make_ready(span(0, 2), |p| {
-            tensors += usize::from(matches!(p, Progress::Tensor { .. }));
+            tensors += usize::from(matches!(p, PrepareProgress::Tensor { .. }));
             Ok(())
         })
         .unwrap();

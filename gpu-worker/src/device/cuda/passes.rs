@@ -5,7 +5,7 @@
 use blocks::{
     GradientWork, SavedActivations, Sums, Workspace, add_prompts, backward, forward, keys,
 };
-use kernels::cuda::{self, Buffer, Cuda, Floats, Gpu, Memory};
+use kernels::cuda::{self, Buffer, Cuda, Floats, Gpu, PooledMemory};
 use kernels::ops::{OpError, convert};
 use kernels::{Backend, DType, PageLayout};
 use model::BlockSpec;
@@ -214,7 +214,7 @@ impl<G: Gpu> CudaPasses<G> {
 /// The KV pages of a block of a job: resident in a region, or on the host.
 struct BlockPages<'a, G: Gpu> {
     resident: Option<std::ops::Range<usize>>,
-    memory: &'a mut Option<Memory<G>>,
+    memory: &'a mut Option<PooledMemory<G>>,
     host: &'a mut [u8],
 }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use kernels::Backend;
-use kernels::cuda::{Buffer, Cuda, Gpu, Memory};
+use kernels::cuda::{Buffer, Cuda, Gpu, PooledMemory};
 use kernels::ops::OpError;
 use model::BlockSpec;
 use model::sizing::{resident_bytes, resident_tokens};
@@ -24,7 +24,7 @@ const ALIGNMENT: usize = 256;
 #[derive(Debug)]
 pub(super) struct Region<G: Gpu> {
     /// Pages and inputs; `None` until the region is opened.
-    pub(super) memory: Option<Memory<G>>,
+    pub(super) memory: Option<PooledMemory<G>>,
     /// Gradient of the hidden states that are at hand.
     pub(super) gradient: Buffer<G>,
     /// Sums of the gradients of the keys of one block, and of the values.
@@ -98,7 +98,7 @@ impl<G: Gpu> Region<G> {
     }
 
     /// The memory of an open region.
-    pub(super) fn memory_mut(&mut self) -> Result<&mut Memory<G>, OpError> {
+    pub(super) fn memory_mut(&mut self) -> Result<&mut PooledMemory<G>, OpError> {
         self.memory.as_mut().ok_or(NOT_THERE)
     }
 

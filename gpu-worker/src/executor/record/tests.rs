@@ -13,7 +13,7 @@ type Write<'a> = &'a dyn Fn(&mut Vec<u8>);
 
 /// One record of each kind.
 fn records() -> Vec<Vec<u8>> {
-    let member = |key, position| Member { job: JobKey(key), position, pieces: 1..3 };
+    let member = |key, position| UnitMember { job: JobKey(key), position, pieces: 1..3 };
     let a_unit = Unit { block: 7, count: 2, members: vec![member(3, 1), member(u64::MAX, 0)] };
     let writers: [Write<'_>; 4] = [
         &|out| link(Generation(9), out),
@@ -33,7 +33,7 @@ fn records() -> Vec<Vec<u8>> {
 fn what_is_written_is_read() {
     let (records, body) = (records(), body().encode());
     let found: Vec<_> = records.iter().map(|bytes| Record::decode(bytes).unwrap()).collect();
-    let member = |key, position| Member { job: JobKey(key), position, pieces: 1..3 };
+    let member = |key, position| UnitMember { job: JobKey(key), position, pieces: 1..3 };
     let expected = [
         Record::Link { netd_generation: Generation(9) },
         Record::Begin(Begin { key: JobKey(3), number: 4, id: JobId(5), body: &body }),

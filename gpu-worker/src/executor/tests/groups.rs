@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use shared::ids::GroupId;
 use shared::job::MAX_BODY_BYTES;
-use shared::shm::group::{Group, GroupMap, GroupShape, PlanReader};
+use shared::shm::group::{GroupOwner, GroupMap, GroupShape, PlanReader};
 
 use super::*;
 use crate::link::ArenaLink;
@@ -21,7 +21,7 @@ const PLAN_LOG_BYTES: usize = 2 * MAX_BODY_BYTES;
 
 /// What a supervisor makes for a group.
 struct Parts {
-    group: Group,
+    group: GroupOwner,
     shape: GroupShape,
 }
 
@@ -34,7 +34,7 @@ impl Parts {
             exchange_values: 16,
             log_bytes,
         };
-        Parts { group: Group::create(&unique("group"), &shape).unwrap(), shape }
+        Parts { group: GroupOwner::create(&unique("group"), &shape).unwrap(), shape }
     }
 
     fn map(&self, rank: usize) -> Arc<GroupMap> {
@@ -68,8 +68,8 @@ fn board() -> Arc<BoardWriter> {
 
 /// The control threads of the ranks.
 struct Controls<'a> {
-    rank_0: SyncSender<Command>,
-    followers: Vec<SyncSender<Command<ArenaLink>>>,
+    rank_0: SyncSender<ExecutorCommand>,
+    followers: Vec<SyncSender<ExecutorCommand<ArenaLink>>>,
     /// What the followers say of the links that they got.
     acknowledged: Receiver<Generation>,
     bell: Doorbell,
@@ -84,13 +84,13 @@ impl Controls<'_> {
     }
 
     fn link_rank_0(&self, parts: &LinkParts) {
-        self.rank_0.send(Command::Link(Box::new(open(parts)))).unwrap();
+        self.rank_0.send(ExecutorCommand::Link(Box::new(open(parts)))).unwrap();
         self.bell.ring().unwrap();
     }
 
     fn link_followers(&self, parts: &LinkParts) {
         for (follower, rank) in self.followers.iter().zip(1..) {
-            follower.send(Command::Link(Box::new(arena_link(parts)))).unwrap();
+            follower.send(ExecutorCommand::Link(Box::new(arena_link(parts)))).unwrap();
             self.parts.map(rank).ring(Rank(rank as u16)).unwrap();
         }
         let netd = parts.identity.netd_generation;
@@ -106,7 +106,7 @@ impl Drop for Controls<'_> {
         if thread::panicking() {
             let _ = self.parts.group.abort();
         }
-        let _ = self.rank_0.send(Command::Drain);
+        let _ = self.rank_0.send(ExecutorCommand::Drain);
         let _ = self.bell.ring();
     }
 }
@@ -147,7 +147,7 @@ fn with_group<Out>(
                     let end = run_rank_0(model, &kvs[0], parts, &inbox);
                     // The others are told to drain when rank 0 has ended.
                     for (commands, rank) in others.iter().zip(1..) {
-                        let _ = commands.send(Command::Drain);
+                        let _ = commands.send(ExecutorCommand::Drain);
                         group.map(rank).ring(Rank(rank as u16)).unwrap();
                     }
                     group.ending(end)
@@ -179,7 +179,7 @@ fn run_rank_0(
     model: &Model,
     kv: &MemfdSegment,
     group: Option<&Parts>,
-    inbox: &Receiver<Command>,
+    inbox: &Receiver<ExecutorCommand>,
 ) -> Exit {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();
     let (engine, board) = (engine(model, &weights, kv), board());
@@ -196,7 +196,7 @@ fn run_follower(
     kv: &MemfdSegment,
     parts: &Parts,
     rank: usize,
-    inbox: &Receiver<Command<ArenaLink>>,
+    inbox: &Receiver<ExecutorCommand<ArenaLink>>,
     acknowledge: SyncSender<Generation>,
 ) -> Exit {
     let weights = MappedWeights::map(&model.manifest, span(), || ()).unwrap();

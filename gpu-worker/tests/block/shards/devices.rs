@@ -104,7 +104,7 @@ impl Model {
     /// Every rank of a group, a device each, which reach each other's memory or not.
     fn on_devices(&self, shards: &[Shard], has_peers: bool) -> Vec<(Given, Cost)> {
         let shape = shape_of(shards);
-        let group = Group::create("sepal-test-shards", &shape).unwrap();
+        let group = GroupOwner::create("sepal-test-shards", &shape).unwrap();
         let offers = Mutex::new(shards.iter().map(|_| None).collect::<Vec<Option<Offer>>>());
         let barrier = Barrier::new(shards.len());
         let rank = |shard: &Shard| {

@@ -7,7 +7,7 @@
 
 use super::lanes::{LANES, dot, erfc, exp, mul_add, tree_sum};
 use super::{Isa, per_isa};
-use crate::cpu::pool::Pool;
+use crate::cpu::pool::ThreadPool;
 use crate::kv::KvPages;
 use crate::ops::convert::with_rounding;
 use crate::ops::{
@@ -17,7 +17,7 @@ use crate::tuning;
 use shared::dtype::DType;
 
 /// Sums in pieces.
-pub(in crate::cpu) fn add(isa: Isa, pool: &mut Pool, args: Add<'_, [f32]>) {
+pub(in crate::cpu) fn add(isa: Isa, pool: &mut ThreadPool, args: Add<'_, [f32]>) {
     let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
     let (y, round) = (&args.y[..args.len], args.round);
     pool.chunks(&mut args.x[..args.len], piece, |index, x| {
@@ -32,7 +32,7 @@ fn add_piece<const FMA: bool>(x: &mut [f32], y: &[f32], round: DType) {
 }
 
 /// Tokens in pieces.
-pub(in crate::cpu) fn rope(isa: Isa, pool: &mut Pool, args: Rope<'_, [f32]>) {
+pub(in crate::cpu) fn rope(isa: Isa, pool: &mut ThreadPool, args: Rope<'_, [f32]>) {
     let width = args.heads * args.head_dim;
     let total = args.tokens * width;
     let tokens = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
@@ -71,7 +71,7 @@ fn append<const FMA: bool>(args: KvAppend<'_, [f32], KvPages<'_>>) {
 }
 
 /// Rows in pieces; the mean is a [`dot`] of the row with itself.
-pub(in crate::cpu) fn rmsnorm(isa: Isa, pool: &mut Pool, args: Rmsnorm<'_, [f32]>) {
+pub(in crate::cpu) fn rmsnorm(isa: Isa, pool: &mut ThreadPool, args: Rmsnorm<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
     let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
@@ -99,7 +99,7 @@ fn scale_row(x: &[f32], weight: &[f32], out: &mut [f32], normalise: impl Fn(f32)
 }
 
 /// Rows in pieces, each in three passes: mean, variance, result.
-pub(in crate::cpu) fn layernorm(isa: Isa, pool: &mut Pool, args: Layernorm<'_, [f32]>) {
+pub(in crate::cpu) fn layernorm(isa: Isa, pool: &mut ThreadPool, args: Layernorm<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
     let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
@@ -157,7 +157,7 @@ pub(super) fn moments<const FMA: bool>(x: &[f32], eps: f32) -> (f32, f32) {
 }
 
 /// Elements in pieces.
-pub(in crate::cpu) fn gelu(isa: Isa, pool: &mut Pool, args: Gelu<'_, [f32]>) {
+pub(in crate::cpu) fn gelu(isa: Isa, pool: &mut ThreadPool, args: Gelu<'_, [f32]>) {
     let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
     let (kind, round) = (args.kind, args.round);
     pool.chunks(
@@ -196,7 +196,7 @@ pub(super) fn normal<const FMA: bool>(x: f32) -> f32 {
 }
 
 /// Elements in pieces.
-pub(in crate::cpu) fn silu_mul(isa: Isa, pool: &mut Pool, args: SiluMul<'_, [f32]>) {
+pub(in crate::cpu) fn silu_mul(isa: Isa, pool: &mut ThreadPool, args: SiluMul<'_, [f32]>) {
     let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
     let (up, round) = (&args.up[..args.len], args.round);
     pool.chunks(&mut args.gate[..args.len], piece, |index, gate| {

@@ -28,7 +28,7 @@ use super::transposed::multiply;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::transposed_panels;
 use super::{Isa, Scratch, Vectors, per_isa};
-use crate::cpu::pool::{Disjoint, Pool};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::ops::{GeluGrad, GeluKind, LinearGrad, NormGrad, SiluMulGrad, convert};
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
@@ -60,7 +60,7 @@ struct Strip<'a> {
 
 pub(in crate::cpu) fn linear_grad(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
@@ -131,7 +131,7 @@ pub(in crate::cpu) fn linear_grad(
 
 /// A matrix of plain numbers: every piece widens the columns it needs, and no thread waits for
 /// another.
-fn plain_grad(isa: Isa, pool: &mut Pool, args: LinearGrad<'_, [f32], WeightView<'_>>) {
+fn plain_grad(isa: Isa, pool: &mut ThreadPool, args: LinearGrad<'_, [f32], WeightView<'_>>) {
     let (inputs, rows, weight) = (args.weight.inputs(), args.rows, args.weight);
     let (grad, out) = (args.grad, Disjoint::new(&mut args.out[..rows * inputs]));
     pool.run(inputs.div_ceil(WIDE), |index| {
@@ -247,7 +247,7 @@ struct NormForm<'a> {
     centered: bool,
 }
 
-pub(in crate::cpu) fn norm_grad(isa: Isa, pool: &mut Pool, args: NormGrad<'_, [f32]>) {
+pub(in crate::cpu) fn norm_grad(isa: Isa, pool: &mut ThreadPool, args: NormGrad<'_, [f32]>) {
     let width = args.width;
     let total = args.rows * width;
     let rows = tuning::elementwise_piece(total, pool.threads()).div_ceil(width.max(1)).max(1);
@@ -302,7 +302,7 @@ fn silu_piece<const FMA: bool>(gate: &mut [f32], up: &mut [f32], grad: &[f32]) {
     }
 }
 
-pub(in crate::cpu) fn gelu_grad(isa: Isa, pool: &mut Pool, args: GeluGrad<'_, [f32]>) {
+pub(in crate::cpu) fn gelu_grad(isa: Isa, pool: &mut ThreadPool, args: GeluGrad<'_, [f32]>) {
     let piece = tuning::elementwise_piece(args.len, pool.threads()).next_multiple_of(LANES);
     let (kind, x) = (args.kind, &args.x[..args.len]);
     pool.chunks(&mut args.grad[..args.len], piece, |index, grad| {

@@ -10,13 +10,13 @@ pub(super) const LINE: usize = 64;
 /// 64 bytes, aligned to a cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
-pub(super) struct Line([u8; LINE]);
+pub(super) struct CacheLine([u8; LINE]);
 
 /// A line of zeros.
-pub(super) const ZEROS: Line = Line([0; LINE]);
+pub(super) const ZEROS: CacheLine = CacheLine([0; LINE]);
 
 #[cfg(target_arch = "x86_64")]
-impl Line {
+impl CacheLine {
     /// Returns the line as a vector.
     #[inline]
     #[target_feature(enable = "avx512f")]
@@ -35,13 +35,13 @@ impl Line {
 }
 
 /// Sets the length of reused memory to `lines`; the content of lines it already had is unspecified.
-pub(super) fn resize(memory: &mut Vec<Line>, lines: usize) {
+pub(super) fn resize(memory: &mut Vec<CacheLine>, lines: usize) {
     memory.resize(lines, ZEROS);
 }
 
 /// Views lines as f32 numbers.
 #[inline(always)]
-pub(super) fn floats(lines: &mut [Line]) -> &mut [f32] {
+pub(super) fn floats(lines: &mut [CacheLine]) -> &mut [f32] {
     let count = lines.len() * (LINE / size_of::<f32>());
     // SAFETY: the same initialized memory, aligned more than f32 asks for; every pattern is an f32.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) }

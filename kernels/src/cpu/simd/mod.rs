@@ -48,7 +48,7 @@ pub(super) struct Scratch {
     #[cfg(target_arch = "x86_64")]
     grads: Vec<u8>,
     /// Packed inputs of a matrix product.
-    panels: Vec<line::Line>,
+    panels: Vec<line::CacheLine>,
     /// Tiles of the queries of an attention.
     tiles: Vec<attention::QueryTile>,
 }

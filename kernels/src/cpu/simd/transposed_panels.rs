@@ -20,9 +20,9 @@ use shared::dtype::DType;
 use super::Scratch;
 #[cfg(target_arch = "x86_64")]
 use super::gemm::nf4::Nf4;
-use super::line::{LINE, Line, ZEROS, floats, prefetch, resize};
-use super::outer::{Ahead, MOST_LANES, Rows, Sums, WIDTH, Widen, tile_of};
-use crate::cpu::pool::{Disjoint, Pool};
+use super::line::{LINE, CacheLine, ZEROS, floats, prefetch, resize};
+use super::outer::{OuterPrefetch, MOST_LANES, InputRows, Sums, WIDTH, Widen, tile_of};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::ops::LinearGrad;
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
@@ -39,21 +39,21 @@ const LINE_FLOATS: usize = LINE / 4;
 
 thread_local! {
     /// Widened rows of a chunk: `[panel][row][2 vectors]`.
-    static PANELS: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static PANELS: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What all pieces share.
-struct Shared<'a> {
+struct PanelArguments<'a> {
     weight: WeightView<'a>,
     /// Gradients of all rows.
-    rows: Rows<'a>,
+    rows: InputRows<'a>,
     packed: &'a [f32],
     count: usize,
     tiles: usize,
     out: Disjoint<'a, f32>,
 }
 
-impl Shared<'_> {
+impl PanelArguments<'_> {
     /// Rows of a tile.
     fn tile(&self, index: usize) -> Range<usize> {
         index * self.count / self.tiles..(index + 1) * self.count / self.tiles
@@ -65,7 +65,7 @@ impl Shared<'_> {
 /// # Safety
 /// The machine has the instruction set of the vector.
 pub(super) unsafe fn multiply<V: Widen>(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
 ) {
@@ -77,10 +77,10 @@ pub(super) unsafe fn multiply<V: Widen>(
     let chunk = tuning::panel_steps(V::LANES).next_multiple_of(64);
     let x = &args.grad[..count * outputs];
     let (width, dtype) = (outputs, DType::F32);
-    let rows = Rows { x, width, dtype, order: None, item: 1, classes: 1, step: 1, chunk };
+    let rows = InputRows { x, width, dtype, order: None, item: 1, classes: 1, step: 1, chunk };
     let out = Disjoint::new(&mut args.out[..count * inputs]);
     let tiles = count.div_ceil(V::ROWS);
-    let mut shared = Shared { weight, rows, packed: &[], count, tiles, out };
+    let mut shared = PanelArguments { weight, rows, packed: &[], count, tiles, out };
     let panels = &mut scratch.panels;
     resize(panels, rows.packed().div_ceil(LINE_FLOATS));
     let whole = Disjoint::new(floats(panels));
@@ -97,7 +97,7 @@ pub(super) unsafe fn multiply<V: Widen>(
 }
 
 /// Computes some columns of all rows.
-fn columns_of<V: Widen>(shared: &Shared<'_>, columns: Range<usize>, panels: &mut Vec<Line>) {
+fn columns_of<V: Widen>(shared: &PanelArguments<'_>, columns: Range<usize>, panels: &mut Vec<CacheLine>) {
     let (outputs, width) = (shared.rows.width, WIDTH * V::LANES);
     if outputs == 0 {
         let inputs = shared.weight.inputs();
@@ -176,7 +176,7 @@ fn widen<V: Widen>(
 
 /// Adds the products of a chunk to a tile of at most two vectors of columns.
 fn add<V: Widen>(
-    shared: &Shared<'_>,
+    shared: &PanelArguments<'_>,
     chunk: Range<usize>,
     tile: Range<usize>,
     columns: Range<usize>,
@@ -188,7 +188,7 @@ fn add<V: Widen>(
     let panel = &panel[..steps * width];
     // Rows that are widened prefetch the weights; a tile has nothing to prefetch.
     let none = panel.as_ptr().cast();
-    let ahead = Ahead { weights: none, weight_bytes: 0, sums: none, sum_bytes: 0 };
+    let ahead = OuterPrefetch { weights: none, weight_bytes: 0, sums: none, sum_bytes: 0 };
     if columns.len() == width {
         let all = (count - 1) * inputs + width;
         let start = tile.start * inputs + columns.start;

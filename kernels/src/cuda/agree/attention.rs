@@ -6,7 +6,7 @@ use shared::ids::PageId;
 
 use super::numbers;
 use crate::cuda::ops::attention;
-use crate::cuda::{Cuda, Gpu, Memory, Pages};
+use crate::cuda::{Cuda, Gpu, PooledMemory, Pages};
 use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow};
 use crate::ops::{Alibi, Attention, KvAppend, OpError, kv_append};
 
@@ -59,7 +59,7 @@ impl<G: Gpu> Cuda<G> {
         &mut self,
         case: Case,
         layout: PageLayout,
-        pages: &mut Memory<G>,
+        pages: &mut PooledMemory<G>,
         rows: &[StepRow<'_>],
         by_warpgroups: bool,
     ) -> Result<Vec<f32>, OpError> {

@@ -12,7 +12,7 @@ use shared::shm::kv::KvMap;
 
 use crate::cuda::Cuda;
 use crate::cuda::gpu::{Gpu, GpuError};
-use crate::cuda::memory::Memory;
+use crate::cuda::memory::PooledMemory;
 use crate::cuda::pages::Outlet;
 use crate::cuda::registered::HostMemory;
 use crate::kv::{KvPages, PageLayout, StepRow, total_tokens};
@@ -25,9 +25,9 @@ pub(super) struct Mirror<G: Gpu> {
     layout: PageLayout,
     pages: usize,
     /// What recorded steps append, whose launches name it: the largest step of all blocks.
-    steps: Outbox<G>,
+    steps: MirrorOutbox<G>,
     /// What all other units append.
-    others: Outbox<G>,
+    others: MirrorOutbox<G>,
 }
 
 impl<G: Gpu> Mirror<G> {
@@ -46,8 +46,8 @@ impl<G: Gpu> Mirror<G> {
             return Err(OpError::Short { op: "kv cache", what: "the segment", has, needs });
         }
         let slot_bytes = layout.slot_bytes();
-        let steps = Outbox::new(cuda, slot_bytes, blocks * MAX_STEP_TOKENS)?;
-        let others = Outbox::new(cuda, slot_bytes, 0)?;
+        let steps = MirrorOutbox::new(cuda, slot_bytes, blocks * MAX_STEP_TOKENS)?;
+        let others = MirrorOutbox::new(cuda, slot_bytes, 0)?;
         Ok(Mirror { segment, layout, pages, steps, others })
     }
 
@@ -55,7 +55,7 @@ impl<G: Gpu> Mirror<G> {
     pub(super) fn reserve(&mut self, cuda: &mut Cuda<G>, tokens: usize) -> Result<(), OpError> {
         if self.others.slots() < tokens {
             self.deliver(cuda)?;
-            self.others = Outbox::new(cuda, self.layout.slot_bytes(), tokens)?;
+            self.others = MirrorOutbox::new(cuda, self.layout.slot_bytes(), tokens)?;
         }
         Ok(())
     }
@@ -137,8 +137,8 @@ const NO_SLOT: OpError =
 
 /// What units appended and the host has not taken yet.
 #[derive(Debug)]
-struct Outbox<G: Gpu> {
-    memory: Memory<G>,
+struct MirrorOutbox<G: Gpu> {
+    memory: PooledMemory<G>,
     staging: Staging<G>,
     slot_bytes: usize,
     /// Slots from the first on that may hold something.
@@ -156,12 +156,12 @@ struct Appended {
     places: Vec<(usize, usize)>,
 }
 
-impl<G: Gpu> Outbox<G> {
-    fn new(cuda: &mut Cuda<G>, slot_bytes: usize, slots: usize) -> Result<Outbox<G>, OpError> {
+impl<G: Gpu> MirrorOutbox<G> {
+    fn new(cuda: &mut Cuda<G>, slot_bytes: usize, slots: usize) -> Result<MirrorOutbox<G>, OpError> {
         let bytes = slots * slot_bytes;
         let memory = cuda.reserve(bytes)?;
         let staging = Staging::new(cuda, bytes);
-        Ok(Outbox { memory, staging, slot_bytes, used: 0, appended: Vec::new() })
+        Ok(MirrorOutbox { memory, staging, slot_bytes, used: 0, appended: Vec::new() })
     }
 
     fn slots(&self) -> usize {

@@ -3,21 +3,21 @@
 
 use super::calls as cu;
 
-use super::Driver;
+use super::CudaDriver;
 use super::error::check;
 use crate::cuda::gpu::GpuError;
 
 /// A recorded sequence of launches.
 #[derive(Debug)]
-pub struct Graph(cu::CUgraphExec);
+pub struct CudaGraph(cu::CUgraphExec);
 
 // SAFETY: as for `Driver`.
-unsafe impl Send for Graph {}
+unsafe impl Send for CudaGraph {}
 // SAFETY: as for `Driver`; who shares a graph launches it from one thread at a time, as there is
 // one caller of a backend.
-unsafe impl Sync for Graph {}
+unsafe impl Sync for CudaGraph {}
 
-impl Driver {
+impl CudaDriver {
     /// [`Gpu::begin_recording`](crate::cuda::Gpu::begin_recording).
     pub(super) fn begin_graph(&self) -> Result<(), GpuError> {
         self.bind()?;
@@ -28,7 +28,7 @@ impl Driver {
     }
 
     /// [`Gpu::end_recording`](crate::cuda::Gpu::end_recording).
-    pub(super) fn end_graph(&self) -> Result<Graph, GpuError> {
+    pub(super) fn end_graph(&self) -> Result<CudaGraph, GpuError> {
         self.bind()?;
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream that records.
@@ -40,14 +40,14 @@ impl Driver {
         // SAFETY: what was instantiated does not need it any more.
         let _ = unsafe { cu::cuGraphDestroy(graph) };
         check("cuGraphInstantiate", status)?;
-        Ok(Graph(ready))
+        Ok(CudaGraph(ready))
     }
 
     /// [`Gpu::replay`](crate::cuda::Gpu::replay).
     ///
     /// # Safety
     /// All memory that its launches name is still allocated.
-    pub(super) unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
+    pub(super) unsafe fn run_graph(&self, graph: &CudaGraph) -> Result<(), GpuError> {
         self.bind()?;
         // SAFETY: the caller's.
         let status = unsafe { cu::cuGraphLaunch(graph.0, self.stream) };
@@ -55,7 +55,7 @@ impl Driver {
     }
 }
 
-impl Drop for Graph {
+impl Drop for CudaGraph {
     fn drop(&mut self) {
         // SAFETY: made by `end_recording`, dropped once.
         let _ = unsafe { cu::cuGraphExecDestroy(self.0) };

@@ -53,17 +53,17 @@ impl Drop for Pinned {
 
 /// Memory of others that is registered with the device, until dropped.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegisteredMemory {
     start: *mut u8,
     device: Address,
 }
 
 // SAFETY: an address; what is done through it is its users' business.
-unsafe impl Send for Registered {}
+unsafe impl Send for RegisteredMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Registered {}
+unsafe impl Sync for RegisteredMemory {}
 
-impl Registered {
+impl RegisteredMemory {
     /// Registers `bytes` bytes from `start` on. A context must be current.
     ///
     /// # Safety
@@ -71,13 +71,13 @@ impl Registered {
     ///
     /// # Errors
     /// The driver's, for example when pages cannot be locked.
-    pub(super) unsafe fn new(start: *mut u8, bytes: usize) -> Result<Registered, GpuError> {
+    pub(super) unsafe fn new(start: *mut u8, bytes: usize) -> Result<RegisteredMemory, GpuError> {
         // Portable and mapped: every context may use it, and the device has an address for it.
         let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller's.
         let status = unsafe { cu::cuMemHostRegister_v2(start.cast(), bytes, flags) };
         check("cuMemHostRegister", status)?;
-        let mut registered = Registered { start, device: Address(0) };
+        let mut registered = RegisteredMemory { start, device: Address(0) };
         let mut device = 0;
         // SAFETY: memory that was registered just now.
         let status = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut device, start.cast(), 0) };
@@ -92,7 +92,7 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         // SAFETY: registered by `new`, once. A failure leaves it to the end of the process.
         let _ = unsafe { cu::cuMemHostUnregister(self.start.cast()) };

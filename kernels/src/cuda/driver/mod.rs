@@ -29,15 +29,15 @@ use shared::exit::ExitReason;
 use super::address::Address;
 use super::gpu::{Gpu, GpuError, Launch, Properties, Pulse};
 use error::check;
-use host::Registered;
+use host::RegisteredMemory;
 use images::Kernels;
 use probe::NoCuda;
-pub use ring::Event;
+pub use ring::StreamEvent;
 use ring::{HALF, Ring};
-use waiting::Waiting;
+use waiting::WaitPulse;
 
 /// One CUDA device.
-pub struct Driver {
+pub struct CudaDriver {
     device: cu::CUdevice,
     /// Whether memory can be shared with other processes.
     shares_memory: bool,
@@ -49,15 +49,15 @@ pub struct Driver {
     kernels: Kernels,
     properties: Properties,
     ring: Mutex<Ring>,
-    registered: Mutex<Vec<Registered>>,
-    waiting: Waiting,
+    registered: Mutex<Vec<RegisteredMemory>>,
+    waiting: WaitPulse,
 }
 
 // SAFETY: handles of the driver may be used from any thread; each call makes the context current on
 // its own.
-unsafe impl Send for Driver {}
+unsafe impl Send for CudaDriver {}
 // SAFETY: as above; the driver locks what it must, and the ring is behind a mutex.
-unsafe impl Sync for Driver {}
+unsafe impl Sync for CudaDriver {}
 
 /// Why a device was not opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -103,12 +103,12 @@ impl OpenError {
     }
 }
 
-impl Driver {
+impl CudaDriver {
     /// Opens device `ordinal` and loads all kernels.
-    pub fn open(ordinal: u32) -> Result<Driver, OpenError> {
+    pub fn open(ordinal: u32) -> Result<CudaDriver, OpenError> {
         let (device, properties) = find(ordinal)?;
         let found = probe::probe()?;
-        Driver::start(device, properties, found)
+        CudaDriver::start(device, properties, found)
             .map_err(|source| OpenError::Call { ordinal, source })
     }
 
@@ -178,8 +178,8 @@ impl Driver {
     fn start(
         device: cu::CUdevice,
         mut properties: Properties,
-        found: probe::Found,
-    ) -> Result<Driver, GpuError> {
+        found: probe::FoundDriver,
+    ) -> Result<CudaDriver, GpuError> {
         let mut context = std::ptr::null_mut();
         // SAFETY: a device of this driver, and a place for its context.
         let status = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
@@ -192,7 +192,7 @@ impl Driver {
         check("cuStreamCreate", status)?;
         let kernels = Kernels::load(properties.architecture, properties.shared_bytes)?;
         properties.image.clone_from(&kernels.source);
-        Ok(Driver {
+        Ok(CudaDriver {
             device,
             shares_memory: found.shares_memory,
             launches_early: found.launches_early && kernels.wait(),
@@ -203,7 +203,7 @@ impl Driver {
             properties,
             ring: Mutex::new(Ring::new()?),
             registered: Mutex::default(),
-            waiting: Waiting::default(),
+            waiting: WaitPulse::default(),
         })
     }
 
@@ -287,15 +287,15 @@ fn early() -> cu::CUlaunchAttribute {
     }
 }
 
-impl std::fmt::Debug for Driver {
+impl std::fmt::Debug for CudaDriver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Driver").field("properties", &self.properties).finish_non_exhaustive()
     }
 }
 
-impl Gpu for Driver {
-    type Event = Event;
-    type Graph = graph::Graph;
+impl Gpu for CudaDriver {
+    type Event = StreamEvent;
+    type Graph = graph::CudaGraph;
 
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         self.bind()?;
@@ -391,7 +391,7 @@ impl Gpu for Driver {
     unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Address, GpuError> {
         self.bind()?;
         // SAFETY: the caller's.
-        let registered = unsafe { Registered::new(start, bytes) }?;
+        let registered = unsafe { RegisteredMemory::new(start, bytes) }?;
         let device = registered.device();
         let mut kept = self.registered.lock();
         kept.push(registered);
@@ -435,11 +435,11 @@ impl Gpu for Driver {
         self.begin_graph()
     }
 
-    fn end_recording(&self) -> Result<graph::Graph, GpuError> {
+    fn end_recording(&self) -> Result<graph::CudaGraph, GpuError> {
         self.end_graph()
     }
 
-    unsafe fn replay(&self, graph: &graph::Graph) -> Result<(), GpuError> {
+    unsafe fn replay(&self, graph: &graph::CudaGraph) -> Result<(), GpuError> {
         // SAFETY: the caller's.
         unsafe { self.run_graph(graph) }
     }
@@ -457,12 +457,12 @@ impl Gpu for Driver {
         self.waiting.pulse(pulse);
     }
 
-    fn record(&self) -> Result<Event, GpuError> {
+    fn record(&self) -> Result<StreamEvent, GpuError> {
         self.bind()?;
-        Event::record(self.stream)
+        StreamEvent::record(self.stream)
     }
 
-    fn seconds(&self, begin: &Event, end: &Event) -> Result<f64, GpuError> {
+    fn seconds(&self, begin: &StreamEvent, end: &StreamEvent) -> Result<f64, GpuError> {
         self.bind()?;
         end.wait(&self.waiting)?;
         let mut milliseconds = 0.0f32;

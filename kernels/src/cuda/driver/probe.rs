@@ -66,7 +66,7 @@ pub enum NoCuda {
 
 /// A driver that starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct FoundDriver {
     /// Version of CUDA that it supports: 1000 × major + 10 × minor.
     pub version: u32,
     pub devices: u32,
@@ -84,7 +84,7 @@ const EARLY_VERSION: u32 = 12_030;
 ///
 /// # Errors
 /// [`NoCuda`] says why there is none.
-pub fn probe() -> Result<Found, NoCuda> {
+pub fn probe() -> Result<FoundDriver, NoCuda> {
     let mut reason = String::new();
     for name in LIBRARIES {
         match open(name) {
@@ -106,7 +106,7 @@ fn open(path: &str) -> Result<Library, String> {
     })
 }
 
-fn start(library: Library) -> Result<Found, NoCuda> {
+fn start(library: Library) -> Result<FoundDriver, NoCuda> {
     let has = |name: &str| {
         // SAFETY: only the presence of the symbol matters.
         let symbol = unsafe { library.get::<*const ()>(name.as_bytes()) };
@@ -124,7 +124,7 @@ fn start(library: Library) -> Result<Found, NoCuda> {
         });
     }
     let version = ask(&library, "cuDriverGetVersion")?;
-    let found = Found {
+    let found = FoundDriver {
         version,
         devices: ask(&library, "cuDeviceGetCount")?,
         shares_memory: SHARING_NAMES.iter().all(|name| has(name)),

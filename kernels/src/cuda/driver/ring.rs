@@ -5,7 +5,7 @@ use super::calls as cu;
 
 use super::error::check;
 use super::host::Pinned;
-use super::waiting::Waiting;
+use super::waiting::WaitPulse;
 use crate::cuda::gpu::GpuError;
 
 /// Bytes of each half of the ring: two hundred rows of hidden states of width 8192.
@@ -16,7 +16,7 @@ pub(super) struct Ring {
     memory: Pinned,
     used: usize,
     half: usize,
-    done: [Option<Event>; 2],
+    done: [Option<StreamEvent>; 2],
 }
 
 impl Ring {
@@ -29,10 +29,10 @@ impl Ring {
         &mut self,
         bytes: usize,
         stream: cu::CUstream,
-        waiting: &Waiting,
+        waiting: &WaitPulse,
     ) -> Result<*mut u8, GpuError> {
         if self.used + bytes > HALF {
-            self.done[self.half] = Some(Event::record(stream)?);
+            self.done[self.half] = Some(StreamEvent::record(stream)?);
             self.half = 1 - self.half;
             self.used = 0;
             if let Some(event) = self.done[self.half].take() {
@@ -48,27 +48,27 @@ impl Ring {
 
 /// A point of the stream.
 #[derive(Debug)]
-pub struct Event(pub(super) cu::CUevent);
+pub struct StreamEvent(pub(super) cu::CUevent);
 
 // SAFETY: as for `Driver`.
-unsafe impl Send for Event {}
+unsafe impl Send for StreamEvent {}
 // SAFETY: as for `Driver`.
-unsafe impl Sync for Event {}
+unsafe impl Sync for StreamEvent {}
 
-impl Event {
-    pub(super) fn record(stream: cu::CUstream) -> Result<Event, GpuError> {
+impl StreamEvent {
+    pub(super) fn record(stream: cu::CUstream) -> Result<StreamEvent, GpuError> {
         let mut event = std::ptr::null_mut();
         // SAFETY: a context is current; a place for an event.
         let status = unsafe { cu::cuEventCreate(&raw mut event, 0) };
         check("cuEventCreate", status)?;
-        let event = Event(event);
+        let event = StreamEvent(event);
         // SAFETY: an event and a stream of the same context.
         let status = unsafe { cu::cuEventRecord(event.0, stream) };
         check("cuEventRecord", status)?;
         Ok(event)
     }
 
-    pub(super) fn wait(&self, waiting: &Waiting) -> Result<(), GpuError> {
+    pub(super) fn wait(&self, waiting: &WaitPulse) -> Result<(), GpuError> {
         // SAFETY: an event that was recorded.
         let ask = || unsafe { cu::cuEventQuery(self.0) };
         // SAFETY: as above.
@@ -77,7 +77,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for StreamEvent {
     fn drop(&mut self) {
         // SAFETY: made by `record`, and dropped once. A failure leaves it to the end of the
         // process.

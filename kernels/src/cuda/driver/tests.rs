@@ -14,21 +14,21 @@ use crate::cuda::emu::DRIVER_FOLDER;
 use crate::cuda::gpu::Params;
 
 /// Whoever asks for `libcuda.so` from now on gets this one: a library of that name is loaded.
-fn open() -> Driver {
+fn open() -> CudaDriver {
     static LOADED: OnceLock<Library> = OnceLock::new();
     LOADED.get_or_init(|| {
         let path = format!("{DRIVER_FOLDER}/libcuda.so");
         // SAFETY: it has no initialisers but those of C++.
         unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.expect("it was linked")
     });
-    Driver::open(0).expect("a device")
+    CudaDriver::open(0).expect("a device")
 }
 
 #[test]
 fn every_kernel_of_the_images_equals_its_reference() {
     let mut cuda = Cuda::new(open());
     cuda.use_warpgroups(WarpgroupKernels::ALL);
-    for operation in cuda_operations::<Driver>() {
+    for operation in cuda_operations::<CudaDriver>() {
         let cases = operation.check(std::slice::from_mut(&mut cuda), Class::Smallest);
         assert!(cases.unwrap_or_else(|e| panic!("{}: {e:?}", operation.name)) > 0);
     }
@@ -43,15 +43,15 @@ fn products_of_the_images_go_to_warpgroups() {
 #[test]
 fn the_device_is_what_the_driver_says() {
     let driver = open();
-    assert_eq!(Driver::properties_of(0).unwrap().architecture, 90);
+    assert_eq!(CudaDriver::properties_of(0).unwrap().architecture, 90);
     let found = driver.properties();
     assert_eq!(found.name, "emulator behind a driver");
     assert_eq!((found.architecture, found.multiprocessors), (90, 4));
     assert_eq!(found.image, "sm_90a");
-    assert_eq!(Driver::uuid_of(0).unwrap(), *b"emulated card  0");
-    let (free, total) = Driver::memory_of(0).unwrap();
+    assert_eq!(CudaDriver::uuid_of(0).unwrap(), *b"emulated card  0");
+    let (free, total) = CudaDriver::memory_of(0).unwrap();
     assert!(free <= total);
-    let missing = Driver::open(1).unwrap_err().to_string();
+    let missing = CudaDriver::open(1).unwrap_err().to_string();
     assert_eq!(missing, "no CUDA device 1: there are 1");
 }
 
@@ -217,7 +217,7 @@ fn shared_memory_is_one_memory_wherever_it_is_mapped() {
     // SAFETY: as above.
     unsafe { driver.read(other, &mut got) }.unwrap();
     assert_eq!(got, written);
-    assert!(driver.reaches(Driver::uuid_of(0).unwrap()));
+    assert!(driver.reaches(CudaDriver::uuid_of(0).unwrap()));
     assert!(!driver.reaches(*b"emulated card  1"), "this process does not see it");
     for address in [at, other] {
         // SAFETY: mapped above, and nothing uses it any more.

@@ -15,9 +15,9 @@ const PAUSE: Duration = Duration::from_micros(30);
 
 /// The pulse of whoever waits, if there is one.
 #[derive(Default)]
-pub(super) struct Waiting(OnceLock<Pulse>);
+pub(super) struct WaitPulse(OnceLock<Pulse>);
 
-impl Waiting {
+impl WaitPulse {
     /// Calls `pulse` in all waits from now on; the first one stays.
     pub(super) fn pulse(&self, pulse: Pulse) {
         let _ = self.0.set(pulse);
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn without_a_pulse_the_driver_waits_and_with_one_it_is_asked() {
-        let waiting = Waiting::default();
+        let waiting = WaitPulse::default();
         assert_eq!(waiting.wait(|| unreachable!(), || 7), 7);
         let (beat, beats) = sync_channel(1);
         waiting.pulse(Box::new(move || {

@@ -86,7 +86,7 @@ pub struct Emu {
     /// Memory that is shared with other devices, by its address.
     shared: Mutex<HashMap<u64, Mapped>>,
     /// What was enqueued since the recording began, while there is one.
-    recorded: Mutex<Option<Vec<Command>>>,
+    recorded: Mutex<Option<Vec<GraphCommand>>>,
     pulse: EmuPulse,
 }
 
@@ -114,7 +114,7 @@ const BEAT: Duration = Duration::from_millis(1);
 /// What can be recorded.
 #[allow(clippy::large_enum_variant, reason = "nearly all of them are launches")]
 #[derive(Clone, Copy, Debug)]
-enum Command {
+enum GraphCommand {
     Launch(Launch),
     /// A launch that may start early.
     Early(Launch),
@@ -124,11 +124,11 @@ enum Command {
 
 /// Commands that were recorded; each runs as if it were enqueued.
 #[derive(Debug)]
-pub struct Graph(Vec<Command>);
+pub struct EmuGraph(Vec<GraphCommand>);
 
 impl Emu {
     /// Whether `command` was recorded instead.
-    fn is_recorded(&self, command: Command) -> bool {
+    fn is_recorded(&self, command: GraphCommand) -> bool {
         let mut recorded = self.recorded.lock();
         recorded.as_mut().map(|all| all.push(command)).is_some()
     }
@@ -403,7 +403,7 @@ fn pointer(at: Address) -> *mut u8 {
 
 impl Gpu for Emu {
     type Event = Instant;
-    type Graph = Graph;
+    type Graph = EmuGraph;
 
     fn allocate(&self, bytes: usize) -> Result<Address, GpuError> {
         let layout = Layout::from_size_align(bytes, ALIGNMENT)
@@ -441,7 +441,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), GpuError> {
-        if self.is_recorded(Command::Copy(from, to, bytes)) {
+        if self.is_recorded(GraphCommand::Copy(from, to, bytes)) {
             return Ok(());
         }
         // SAFETY: the caller's.
@@ -450,7 +450,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn fill(&self, at: Address, value: u8, bytes: usize) -> Result<(), GpuError> {
-        if self.is_recorded(Command::Fill(at, value, bytes)) {
+        if self.is_recorded(GraphCommand::Fill(at, value, bytes)) {
             return Ok(());
         }
         // SAFETY: the caller's.
@@ -475,7 +475,7 @@ impl Gpu for Emu {
     }
 
     unsafe fn launch(&self, launch: Launch) -> Result<(), GpuError> {
-        if self.is_recorded(Command::Launch(launch)) {
+        if self.is_recorded(GraphCommand::Launch(launch)) {
             return Ok(());
         }
         // SAFETY: the caller's.
@@ -487,7 +487,7 @@ impl Gpu for Emu {
             // SAFETY: the caller's.
             return unsafe { self.launch(launch) };
         }
-        if self.is_recorded(Command::Early(launch)) {
+        if self.is_recorded(GraphCommand::Early(launch)) {
             return Ok(());
         }
         // SAFETY: the caller's.
@@ -503,35 +503,35 @@ impl Gpu for Emu {
         Ok(())
     }
 
-    fn end_recording(&self) -> Result<Graph, GpuError> {
-        Ok(Graph(self.recorded.lock().take().unwrap_or_default()))
+    fn end_recording(&self) -> Result<EmuGraph, GpuError> {
+        Ok(EmuGraph(self.recorded.lock().take().unwrap_or_default()))
     }
 
-    unsafe fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+    unsafe fn replay(&self, graph: &EmuGraph) -> Result<(), GpuError> {
         let mut states = vec![0; graph.0.len()];
         for (at, command) in graph.0.iter().enumerate() {
             // The first command of a graph waits for all before it, as a launch after a copy does.
             let is_after_launch =
-                at > 0 && matches!(graph.0[at - 1], Command::Launch(_) | Command::Early(_));
+                at > 0 && matches!(graph.0[at - 1], GraphCommand::Launch(_) | GraphCommand::Early(_));
             match *command {
-                Command::Early(launch) if is_after_launch => {
+                GraphCommand::Early(launch) if is_after_launch => {
                     // SAFETY: the caller's.
                     unsafe { self.enqueue(launch, Some(states[at])) }?;
                 }
-                Command::Launch(launch) | Command::Early(launch) => {
+                GraphCommand::Launch(launch) | GraphCommand::Early(launch) => {
                     let mut rest = states.iter_mut().zip(&graph.0).skip(at + 1);
-                    while let Some((state, Command::Early(next))) = rest.next() {
+                    while let Some((state, GraphCommand::Early(next))) = rest.next() {
                         // SAFETY: the caller's.
                         *state = unsafe { rehearse(*next) };
                     }
-                    let early = matches!(command, Command::Early(_)).then_some(0);
+                    let early = matches!(command, GraphCommand::Early(_)).then_some(0);
                     // SAFETY: the caller's.
                     unsafe { self.enqueue(launch, early) }?;
                 }
                 // SAFETY: the caller's.
-                Command::Copy(from, to, bytes) => unsafe { self.copy(from, to, bytes) }?,
+                GraphCommand::Copy(from, to, bytes) => unsafe { self.copy(from, to, bytes) }?,
                 // SAFETY: the caller's.
-                Command::Fill(at, value, bytes) => unsafe { self.fill(at, value, bytes) }?,
+                GraphCommand::Fill(at, value, bytes) => unsafe { self.fill(at, value, bytes) }?,
             }
         }
         Ok(())

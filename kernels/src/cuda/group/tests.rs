@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{Group, GroupShape, Member as HostMember, WaitPolicy};
+use shared::shm::group::{GroupOwner, GroupShape, GroupMember as HostMember, WaitPolicy};
 
 use super::*;
 use crate::GroupFailure;
@@ -28,7 +28,7 @@ fn shape(world: usize, exchange_values: usize) -> GroupShape {
     }
 }
 
-fn map_of(group: &Group, shape: &GroupShape, rank: usize) -> Arc<GroupMap> {
+fn map_of(group: &GroupOwner, shape: &GroupShape, rank: usize) -> Arc<GroupMap> {
     let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
     GroupMap::open(segment, bells, shape, Rank(rank as u16)).unwrap()
 }
@@ -37,9 +37,9 @@ fn map_of(group: &Group, shape: &GroupShape, rank: usize) -> Arc<GroupMap> {
 struct Ranks {
     shape: GroupShape,
     has_peers: Vec<bool>,
-    group: Group,
+    group: GroupOwner,
     /// Sums of the same values by processors.
-    hosts: Group,
+    hosts: GroupOwner,
     offers: Mutex<Vec<Option<Offer>>>,
     reached: Mutex<Vec<bool>>,
     barrier: Barrier,
@@ -48,7 +48,7 @@ struct Ranks {
 impl Ranks {
     fn new(world: usize, exchange_values: usize, has_peers: &[bool]) -> Ranks {
         let shape = shape(world, exchange_values);
-        let create = || Group::create("sepal-test-devices", &shape).unwrap();
+        let create = || GroupOwner::create("sepal-test-devices", &shape).unwrap();
         Ranks {
             has_peers: has_peers.iter().copied().cycle().take(world).collect(),
             group: create(),
@@ -93,7 +93,7 @@ impl Ranks {
         let copy = |(index, offer): (usize, &Option<Offer>)| {
             let offer = offer.as_ref().filter(|_| index != rank)?;
             let memory = offer.memory.as_ref().map(|fd| fd.try_clone().unwrap());
-            let device = Identity::from_bytes(&offer.device.to_bytes()).unwrap();
+            let device = DeviceIdentity::from_bytes(&offer.device.to_bytes()).unwrap();
             Some(Offer { device, memory })
         };
         let offers: Vec<_> = self.offers.lock().unwrap().iter().enumerate().map(copy).collect();
@@ -317,9 +317,9 @@ fn a_device_that_is_alone_launches_nothing() {
 #[test]
 fn offers_that_do_not_fit_are_refused() {
     let shape = shape(2, 64);
-    let group = Group::create("sepal-test-devices", &shape).unwrap();
+    let group = GroupOwner::create("sepal-test-devices", &shape).unwrap();
     let map = map_of(&group, &shape, 0);
-    let device = Identity { uuid: Emu::new(1).with_ordinal(1).uuid().unwrap(), multiprocessors: 4 };
+    let device = DeviceIdentity { uuid: Emu::new(1).with_ordinal(1).uuid().unwrap(), multiprocessors: 4 };
     let offer = |memory: Option<OwnedFd>| vec![None, Some(Offer { device, memory })];
     let offered = || {
         let mut cuda = Cuda::new(Emu::new(1));
@@ -343,12 +343,12 @@ fn offers_that_do_not_fit_are_refused() {
     let (cuda, fd) = offered();
     assert!(cuda.reach(&offer(Some(null()))));
     assert!(!cuda.reach(&offer(None)), "no memory is offered");
-    let foreign = Identity { uuid: [7; 16], ..device };
+    let foreign = DeviceIdentity { uuid: [7; 16], ..device };
     assert!(!cuda.reach(&[None, Some(Offer { device: foreign, memory: fd })]), "never seen");
     assert!(!early.reach(&offer(Some(null()))), "it has offered nothing");
-    assert_eq!(Identity::from_bytes(&device.to_bytes()), Some(device));
-    assert_eq!(Identity::from_bytes(&[0; 19]), None);
-    assert_eq!(Identity::from_bytes(&[0; 21]), None);
+    assert_eq!(DeviceIdentity::from_bytes(&device.to_bytes()), Some(device));
+    assert_eq!(DeviceIdentity::from_bytes(&[0; 19]), None);
+    assert_eq!(DeviceIdentity::from_bytes(&[0; 21]), None);
 }
 
 #[test]

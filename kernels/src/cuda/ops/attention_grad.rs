@@ -5,7 +5,7 @@ use shared::dtype::DType;
 use super::attention::{Kernels, MAX_HEAD_DIM, slopes, window};
 use super::by_dtype;
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Memory, Pages, Params};
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, PooledMemory, Pages, Params};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::{Attention, AttentionGrad, OpError, PagePool};
 use crate::sizes;
@@ -130,12 +130,12 @@ fn tiled<G: Gpu>(
 /// What the kernels on the tensor cores read in place of the arguments.
 struct Operands<G: Gpu> {
     /// Where position 0 of each row lies in the sums, then the first of its pages.
-    offsets: Memory<G>,
+    offsets: PooledMemory<G>,
     /// Queries and gradients of the output, in 16 bits.
-    q: Memory<G>,
-    grad: Memory<G>,
+    q: PooledMemory<G>,
+    grad: PooledMemory<G>,
     /// Of each query and head: the logarithm of its sum, and the product of output and gradient.
-    stats: Memory<G>,
+    stats: PooledMemory<G>,
 }
 
 /// Makes the operands. `pages` counts the pages that the new tokens of each row lie in.
@@ -190,7 +190,7 @@ struct TiledPass<'a, 'p, G: Gpu> {
     variant: usize,
     operands: Operands<G>,
     /// What the pass over keys leaves to that over queries: of each block, those of the tiles.
-    score_grads: Memory<G>,
+    score_grads: PooledMemory<G>,
     /// Pages of all rows times heads.
     blocks: usize,
     /// Pages of the row that has most.

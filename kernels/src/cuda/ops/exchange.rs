@@ -1,7 +1,7 @@
 //! Launches `exchange.cu`. A backend that joined no group launches nothing.
 
 use crate::cuda::gpu::ctas;
-use crate::cuda::group::{Lanes, Member};
+use crate::cuda::group::{Lanes, CudaMember};
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{OpError, check_len};
 use crate::sizes::exchange::{MAX_PARTS, THREADS};
@@ -73,7 +73,7 @@ pub(crate) fn launch<G: Gpu>(
 
 /// For `count` parts of `len` values, which `parts` begins with.
 fn launch_of<G: Gpu>(
-    member: &Member<G>,
+    member: &CudaMember<G>,
     how: Exchange,
     parts: [Address; MAX_PARTS],
     count: usize,

@@ -5,14 +5,14 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::linear::by_format;
-use super::lora::{Operands, Rows};
+use super::lora::{AdapterOperands, AdaptedRows};
 use super::{by_dtype, convert, elementwise, exchange};
 use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::experts::{DOWN, Expert, ExpertSizes};
 use crate::ops::lora::AdapterSizes;
-use crate::ops::{ExpertAdapters, Inputs, MatrixShape, Mixture, OpError, Route};
+use crate::ops::{ExpertAdapters, RankInputs, MatrixShape, Mixture, OpError, Route};
 use crate::sizes;
 use crate::tuning;
 
@@ -31,16 +31,16 @@ pub(crate) fn launch<G: Gpu>(
     let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
         return Ok(());
     };
-    let plan = Plan::new(args.experts, like, args.tokens, args.chosen, args.workspace.lists, true);
+    let plan = ExpertPlan::new(args.experts, like, args.tokens, args.chosen, args.workspace.lists, true);
     // Ranks of a group on different devices may have other bits: the logits of rank 0 decide.
     exchange::broadcast(cuda, args.logits, args.tokens * sizes.experts)?;
-    let group = Group {
+    let group = GroupedTokens {
         logits: &mut *args.logits,
         of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
         round: args.round,
     };
     group.launch(cuda, &plan)?;
-    let (from, workspace, round) = (Source::of_tokens(args.x), args.workspace, args.round);
+    let (from, workspace, round) = (ExpertSource::of_tokens(args.x), args.workspace, args.round);
     let outs = [&mut *workspace.gate, &mut *workspace.up];
     plan.product(cuda, from, outs.map(|out| out.address()), 0)?;
     let adapters = &mut args.adapters;
@@ -51,7 +51,7 @@ pub(crate) fn launch<G: Gpu>(
     let params = Params::new().write(workspace.gate).read(workspace.up).wide(len);
     // SAFETY: `check` has made sure that both hold the middle of all pairs.
     unsafe { elementwise(cuda, by_dtype(names, args.round), len, params)? };
-    let from = Source::of_pairs(workspace.gate);
+    let from = ExpertSource::of_pairs(workspace.gate);
     plan.product(cuda, from, [workspace.given.address()], 2)?;
     exchange::all_reduce(cuda, &mut [&mut *workspace.given], plan.pairs() * sizes.hidden)?;
     plan.adapt(cuda, adapters, from, workspace.given, 2, round)?;
@@ -74,18 +74,18 @@ pub(super) fn found<G: Gpu>(table: &Adapters<G>) -> Result<(AdapterSizes, usize)
 
 /// What is grouped: the weights of the experts of each token take the place of the logits, and the
 /// lists are made.
-pub(super) struct Group<'a> {
+pub(super) struct GroupedTokens<'a> {
     pub(super) logits: &'a mut Floats,
     /// Which adapter each token goes through, and how many an expert has.
     pub(super) of_tokens: Option<(&'a [Option<u32>], usize)>,
     pub(super) round: DType,
 }
 
-impl Group<'_> {
+impl GroupedTokens<'_> {
     pub(super) fn launch<G: Gpu>(
         self,
         cuda: &mut Cuda<G>,
-        plan: &Plan<'_, G>,
+        plan: &ExpertPlan<'_, G>,
     ) -> Result<(), OpError> {
         let is_routed = plan.tokens > ROUTED_TOGETHER;
         if is_routed {
@@ -135,25 +135,25 @@ const PAIR_ADAPTER: usize = 3;
 
 /// What products of experts are computed from, or their gradients.
 #[derive(Clone, Copy)]
-pub(super) struct Source<'a> {
+pub(super) struct ExpertSource<'a> {
     pub(super) x: &'a Floats,
     /// Whether the rows of `x` are those of tokens, which all pairs of a token share; else every
     /// pair has its own.
     pub(super) by_token: bool,
 }
 
-impl<'a> Source<'a> {
-    pub(super) fn of_tokens(x: &'a Floats) -> Source<'a> {
-        Source { x, by_token: true }
+impl<'a> ExpertSource<'a> {
+    pub(super) fn of_tokens(x: &'a Floats) -> ExpertSource<'a> {
+        ExpertSource { x, by_token: true }
     }
 
-    pub(super) fn of_pairs(x: &'a Floats) -> Source<'a> {
-        Source { x, by_token: false }
+    pub(super) fn of_pairs(x: &'a Floats) -> ExpertSource<'a> {
+        ExpertSource { x, by_token: false }
     }
 }
 
 /// What all products of a step share.
-pub(super) struct Plan<'a, G: Gpu> {
+pub(super) struct ExpertPlan<'a, G: Gpu> {
     /// One that all others are like.
     like: &'a Expert<Matrix<G>>,
     pub(super) sizes: ExpertSizes,
@@ -167,7 +167,7 @@ pub(super) struct Plan<'a, G: Gpu> {
     lists: Address,
 }
 
-impl<'a, G: Gpu> Plan<'a, G> {
+impl<'a, G: Gpu> ExpertPlan<'a, G> {
     /// The plan of a step of so many tokens and experts of each, with its lists in `lists`. Without
     /// `has_gemm`, tiles are those of the GEMV kernels.
     pub(super) fn new(
@@ -177,12 +177,12 @@ impl<'a, G: Gpu> Plan<'a, G> {
         chosen: usize,
         lists: &Floats,
         has_gemm: bool,
-    ) -> Plan<'a, G> {
+    ) -> ExpertPlan<'a, G> {
         let sizes = experts.sizes();
         let (gemv, gemm) = tuning::CUDA_EXPERT_ROWS;
         let uses_gemv = tuning::cuda_experts_use_gemv(tokens * chosen, sizes.experts) || !has_gemm;
         let tile_rows = if uses_gemv { gemv } else { gemm };
-        Plan {
+        ExpertPlan {
             like,
             sizes,
             tokens,
@@ -227,7 +227,7 @@ impl<'a, G: Gpu> Plan<'a, G> {
         &self,
         cuda: &mut Cuda<G>,
         adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         out: &mut Floats,
         which: usize,
         round: DType,
@@ -239,16 +239,16 @@ impl<'a, G: Gpu> Plan<'a, G> {
             return Ok(());
         };
         let rows = self.adapted(from.by_token);
-        let operands = Operands { x: from.x, middle: &mut *adapters.middle, out };
-        let inputs = if which == DOWN { Inputs::Cut } else { Inputs::Whole };
+        let operands = AdapterOperands { x: from.x, middle: &mut *adapters.middle, out };
+        let inputs = if which == DOWN { RankInputs::Cut } else { RankInputs::Whole };
         // SAFETY: `check` has made sure of inputs, outputs and middle of all pairs, and the lists
         // name tokens that the source holds.
         unsafe { rows.add(cuda, table, operands, inputs, round) }
     }
 
     /// The pairs as rows of adapters, their input being of tokens or of pairs.
-    pub(super) fn adapted(&self, by_token: bool) -> Rows {
-        Rows {
+    pub(super) fn adapted(&self, by_token: bool) -> AdaptedRows {
+        AdaptedRows {
             own: OfRows { numbers: self.list(PAIR_ADAPTER), there: self.lists },
             sources: match by_token {
                 true => self.list(PAIR_TOKEN),
@@ -263,11 +263,11 @@ impl<'a, G: Gpu> Plan<'a, G> {
     pub(super) fn product<const N: usize>(
         &self,
         cuda: &mut Cuda<G>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         outs: [Address; N],
         which: usize,
     ) -> Result<(), OpError> {
-        let (Source { x, by_token }, (outputs, inputs)) = (from, self.sides(which));
+        let (ExpertSource { x, by_token }, (outputs, inputs)) = (from, self.sides(which));
         let params = self.lists(Params::new().address(self.table));
         let like = self.like(which);
         if !like.is_tiled() {
@@ -329,12 +329,12 @@ impl<'a, G: Gpu> Plan<'a, G> {
     fn gemm(
         &self,
         cuda: &mut Cuda<G>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         [first, second]: [Address; 2],
         products: usize,
         which: usize,
     ) -> Result<(), OpError> {
-        let Source { x, by_token } = from;
+        let ExpertSource { x, by_token } = from;
         let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let is_f16 = like.dtype() == DType::F16;
         let len = self.pairs().saturating_mul(inputs);

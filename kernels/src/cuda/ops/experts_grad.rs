@@ -5,9 +5,9 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::exchange;
-use super::experts::{Group, Plan, Source, found};
+use super::experts::{GroupedTokens, ExpertPlan, ExpertSource, found};
 use super::linear::by_format;
-use super::lora::Operands;
+use super::lora::AdapterOperands;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Cuda, Experts, Floats, Gpu, Launch, Params};
 use crate::ops::{
@@ -32,24 +32,24 @@ pub(crate) fn launch<G: Gpu>(
     let MixtureGradWorkspace { gate, up, grad, given: [given, part], weights, shares, lists } =
         args.workspace;
     let all_tiled = [&like.gate, &like.up, &like.down].iter().all(|m| m.is_tiled());
-    let plan = Plan::new(args.experts, like, tokens, chosen, lists, all_tiled);
+    let plan = ExpertPlan::new(args.experts, like, tokens, chosen, lists, all_tiled);
     // Of a group, the logits of rank 0 decide.
     exchange::broadcast(cuda, args.logits, tokens * sizes.experts)?;
     cuda.copy(args.logits, weights, tokens * sizes.experts)?;
-    let group = Group {
+    let group = GroupedTokens {
         logits: &mut *weights,
         of_tokens: args.adapters.as_ref().map(|a| (a.of_tokens, a.count)),
         round,
     };
     group.launch(cuda, &plan)?;
-    let (from, mut adapters) = (Source::of_tokens(args.x), args.adapters);
+    let (from, mut adapters) = (ExpertSource::of_tokens(args.x), args.adapters);
     plan.product(cuda, from, [gate.address(), up.address()], 0)?;
     plan.adapt(cuda, &mut adapters, from, gate, 0, round)?;
     plan.adapt(cuda, &mut adapters, from, up, 1, round)?;
-    plan.gradient(cuda, &mut adapters, Source::of_tokens(args.grad), grad, 2)?;
+    plan.gradient(cuda, &mut adapters, ExpertSource::of_tokens(args.grad), grad, 2)?;
     plan.activation_gradient(cuda, [&mut *gate, &mut *up], grad, shares)?;
-    plan.gradient(cuda, &mut adapters, Source::of_pairs(gate), given, 0)?;
-    plan.gradient(cuda, &mut adapters, Source::of_pairs(up), part, 1)?;
+    plan.gradient(cuda, &mut adapters, ExpertSource::of_pairs(gate), given, 0)?;
+    plan.gradient(cuda, &mut adapters, ExpertSource::of_pairs(up), part, 1)?;
     plan.combine_gradients(cuda, [given, part], args.out)?;
     exchange::all_reduce(cuda, &mut [&mut *shares], tokens * sizes.experts)?;
     let route = RouteGrad {
@@ -64,7 +64,7 @@ pub(crate) fn launch<G: Gpu>(
     exchange::broadcast(cuda, args.logits, tokens * sizes.experts)
 }
 
-impl<G: Gpu> Plan<'_, G> {
+impl<G: Gpu> ExpertPlan<'_, G> {
     /// Replaces the gate and up projections of each pair by their gradients, and writes the
     /// gradients of the router's weights to `shares`. `grad` is that of the middle.
     fn activation_gradient(
@@ -118,7 +118,7 @@ impl<G: Gpu> Plan<'_, G> {
         &self,
         cuda: &mut Cuda<G>,
         adapters: &mut Option<ExpertAdapters<'_, Floats, Adapters<G>>>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
@@ -133,7 +133,7 @@ impl<G: Gpu> Plan<'_, G> {
             return Ok(());
         };
         let rows = self.adapted(from.by_token);
-        let operands = Operands { x: from.x, middle: &mut *adapters.middle, out };
+        let operands = AdapterOperands { x: from.x, middle: &mut *adapters.middle, out };
         // SAFETY: `check` has made sure of both gradients and the middle of all pairs, and the
         // lists name tokens that the source holds.
         unsafe { rows.add_grad(cuda, table, operands) }
@@ -142,11 +142,11 @@ impl<G: Gpu> Plan<'_, G> {
     fn tiled_gradient(
         &self,
         cuda: &mut Cuda<G>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
-        let Source { x: grad, by_token } = from;
+        let ExpertSource { x: grad, by_token } = from;
         let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let padded = outputs.next_multiple_of(sizes::experts_grad::STEP);
         let bytes = tuning::cuda_linear_grad_workspace(outputs, self.pairs());
@@ -194,11 +194,11 @@ impl<G: Gpu> Plan<'_, G> {
     fn generic_gradient(
         &self,
         cuda: &mut Cuda<G>,
-        from: Source<'_>,
+        from: ExpertSource<'_>,
         out: &mut Floats,
         which: usize,
     ) -> Result<(), OpError> {
-        let Source { x: grad, by_token } = from;
+        let ExpertSource { x: grad, by_token } = from;
         let ((outputs, inputs), like) = (self.sides(which), self.like(which));
         let launch = Launch {
             kernel: by_format(GENERIC, like),

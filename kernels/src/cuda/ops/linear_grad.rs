@@ -5,8 +5,8 @@ use shared::dtype::DType;
 
 use super::linear::by_format;
 use crate::cuda::gpu::ctas;
-use crate::cuda::matrix::Parts;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Memory, Params};
+use crate::cuda::matrix::MatrixParts;
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, PooledMemory, Params};
 use crate::ops::{LinearGrad, MatrixShape, OpError};
 use crate::sizes;
 use crate::tuning;
@@ -48,7 +48,7 @@ pub(crate) fn tiled<G: Gpu>(
         1 => None,
         _ => Some(cuda.scratch(len.saturating_mul(segments * 4))?),
     };
-    let to = sums.as_ref().map_or(args.out.address(), Memory::address);
+    let to = sums.as_ref().map_or(args.out.address(), PooledMemory::address);
     let (kernel, tile_rows, shared_bytes) = tiled_kernel(weight.quant(), weight.dtype(), is_gemv);
     let product = Launch {
         kernel,
@@ -95,13 +95,13 @@ fn padded<G: Gpu>(weight: &Matrix<G>) -> usize {
 fn round<G: Gpu>(
     cuda: &mut Cuda<G>,
     args: &LinearGrad<'_, Floats, Matrix<G>>,
-) -> Result<Memory<G>, OpError> {
+) -> Result<PooledMemory<G>, OpError> {
     let (weight, rows) = (&args.weight, args.rows);
     let padded = padded(weight);
     let rounded = cuda.scratch(tuning::cuda_linear_grad_workspace(weight.outputs(), rows))?;
     let scales = match weight.parts() {
-        Parts::Int8 { absmax, .. } => absmax,
-        Parts::Plain { .. } | Parts::Nf4 { .. } => Address(0),
+        MatrixParts::Int8 { absmax, .. } => absmax,
+        MatrixParts::Plain { .. } | MatrixParts::Nf4 { .. } => Address(0),
     };
     let launch = Launch {
         kernel: "linear_grad_round",

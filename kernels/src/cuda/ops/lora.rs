@@ -4,7 +4,7 @@ use super::exchange;
 use crate::cuda::adapters::{OfRows, code};
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Params};
-use crate::ops::{Adapt, AdaptGrad, Inputs, OpError};
+use crate::ops::{Adapt, AdaptGrad, RankInputs, OpError};
 use crate::sizes::lora::{DOWN_SHARED, RANK_STEP, RANKS, ROWS, UP_SHARED_PER_RANK};
 use shared::dtype::DType;
 
@@ -16,12 +16,12 @@ pub(crate) fn launch<G: Gpu>(
     if args.of_rows.is_empty() {
         return Ok(());
     }
-    let rows = Rows {
+    let rows = AdaptedRows {
         own: cuda.adapters_of(args.of_rows)?,
         sources: Address(0),
         count: args.of_rows.len(),
     };
-    let operands = Operands { x: args.x, middle: args.middle, out: args.out };
+    let operands = AdapterOperands { x: args.x, middle: args.middle, out: args.out };
     // SAFETY: `check` has made sure that input, middle and output hold all rows.
     unsafe { rows.add(cuda, args.adapters, operands, args.inputs, args.round) }
 }
@@ -34,19 +34,19 @@ pub(crate) fn launch_grad<G: Gpu>(
     if args.of_rows.is_empty() {
         return Ok(());
     }
-    let rows = Rows {
+    let rows = AdaptedRows {
         own: cuda.adapters_of(args.of_rows)?,
         sources: Address(0),
         count: args.of_rows.len(),
     };
-    let operands = Operands { x: args.grad, middle: args.middle, out: args.out };
+    let operands = AdapterOperands { x: args.grad, middle: args.middle, out: args.out };
     // SAFETY: `check` has made sure that both gradients and the middle hold all rows.
     unsafe { rows.add_grad(cuda, args.adapters, operands) }
 }
 
 /// The rows that adapters are added to, as they are listed on the device.
 #[derive(Clone, Copy)]
-pub(super) struct Rows {
+pub(super) struct AdaptedRows {
     /// Which adapter each goes through, and how many there are.
     pub(super) own: OfRows,
     /// `uint32_t [count]`: the row of the input that each takes; null where that is its own.
@@ -56,7 +56,7 @@ pub(super) struct Rows {
 }
 
 /// What adapters read and write.
-pub(super) struct Operands<'a> {
+pub(super) struct AdapterOperands<'a> {
     /// Their input, or the gradient of their output.
     pub(super) x: &'a Floats,
     /// What lies between their two matrices; its content before is not read.
@@ -65,7 +65,7 @@ pub(super) struct Operands<'a> {
     pub(super) out: &'a mut Floats,
 }
 
-impl Rows {
+impl AdaptedRows {
     /// Adds what adapters make of the rows of `x` to `out`. Ranks of a group that have parts of the
     /// inputs sum the middle.
     ///
@@ -76,15 +76,15 @@ impl Rows {
         self,
         cuda: &mut Cuda<G>,
         adapters: &Adapters<G>,
-        operands: Operands<'_>,
-        inputs: Inputs,
+        operands: AdapterOperands<'_>,
+        inputs: RankInputs,
         round: DType,
     ) -> Result<(), OpError> {
-        let (Operands { x, middle, out }, sizes) = (operands, adapters.sizes());
+        let (AdapterOperands { x, middle, out }, sizes) = (operands, adapters.sizes());
         let down = self.down("lora_down", adapters, x, sizes.inputs, middle);
         // SAFETY: the caller's; the table names matrices that it keeps.
         unsafe { cuda.launch(down)? };
-        if inputs == Inputs::Cut {
+        if inputs == RankInputs::Cut {
             exchange::all_reduce(cuda, &mut [&mut *middle], self.count * sizes.rank)?;
         }
         let up = self.up("lora_up", adapters, middle, out, sizes.outputs);
@@ -101,9 +101,9 @@ impl Rows {
         self,
         cuda: &mut Cuda<G>,
         adapters: &Adapters<G>,
-        operands: Operands<'_>,
+        operands: AdapterOperands<'_>,
     ) -> Result<(), OpError> {
-        let (Operands { x, middle, out }, sizes) = (operands, adapters.sizes());
+        let (AdapterOperands { x, middle, out }, sizes) = (operands, adapters.sizes());
         let down = self.down("lora_grad_down", adapters, x, sizes.outputs, middle);
         // SAFETY: the caller's; the table names matrices that it keeps.
         unsafe { cuda.launch(down)? };

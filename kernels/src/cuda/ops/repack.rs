@@ -1,7 +1,7 @@
 //! Launches `repack.cu`: uploads NF4 matrices of whole groups in tiles.
 
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Gpu, Launch, Memory, Params};
+use crate::cuda::{Address, Cuda, Gpu, Launch, PooledMemory, Params};
 use crate::ops::OpError;
 use crate::quant::nf4::{self, GROUP};
 use crate::sizes::repack::{CHUNK, CHUNK_BYTES, STRIP, TILE_BYTES, WARPS};
@@ -14,10 +14,10 @@ use crate::sizes::repack::{CHUNK, CHUNK_BYTES, STRIP, TILE_BYTES, WARPS};
 /// When the device has no memory for it, or fails.
 pub(crate) fn upload<G: Gpu>(
     cuda: &mut Cuda<G>,
-    parts: &nf4::Parts<'_>,
+    parts: &nf4::Nf4Parts<'_>,
     [outputs, inputs]: [usize; 2],
     most_bytes: usize,
-) -> Result<Memory<G>, OpError> {
+) -> Result<PooledMemory<G>, OpError> {
     let shape = OpError::Shape { op: "repack", what: "a matrix of whole groups" };
     let sections = nf4::tiled_sections(outputs, inputs, parts.layout()).ok_or(shape.clone())?;
     let [codes_bytes, absmax_bytes, _] = sections;

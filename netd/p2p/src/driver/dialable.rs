@@ -3,7 +3,7 @@
 
 use super::*;
 
-impl Driver {
+impl NodeDriver {
     pub(super) fn set_reachable(&mut self, reachable: bool) {
         self.swarm.behaviour_mut().kad.set_server(reachable);
         if reachable && !self.announces {

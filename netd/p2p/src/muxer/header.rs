@@ -24,7 +24,7 @@ pub(super) const RST: u16 = 8;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FrameKind {
     /// The length counts the bytes that follow.
     Data,
     /// The length is credit for the receiver.
@@ -38,7 +38,7 @@ pub(super) enum Kind {
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
-    pub kind: Kind,
+    pub kind: FrameKind,
     pub flags: u16,
     /// Zero for the connection.
     pub stream: u32,
@@ -46,7 +46,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    pub(super) const fn of(kind: Kind, flags: u16, stream: u32, length: u32) -> Self {
+    pub(super) const fn of(kind: FrameKind, flags: u16, stream: u32, length: u32) -> Self {
         Self { kind, flags, stream, length }
     }
 
@@ -57,10 +57,10 @@ impl Header {
 
     pub(super) fn encode(self) -> [u8; HEADER_BYTES] {
         let kind = match self.kind {
-            Kind::Data => 0,
-            Kind::Window => 1,
-            Kind::Ping => 2,
-            Kind::GoAway => 3,
+            FrameKind::Data => 0,
+            FrameKind::Window => 1,
+            FrameKind::Ping => 2,
+            FrameKind::GoAway => 3,
         };
         let [f0, f1] = self.flags.to_be_bytes();
         let [s0, s1, s2, s3] = self.stream.to_be_bytes();
@@ -74,10 +74,10 @@ impl Header {
     pub(super) fn decode(bytes: [u8; HEADER_BYTES]) -> io::Result<Self> {
         let [version, kind, f0, f1, s0, s1, s2, s3, l0, l1, l2, l3] = bytes;
         let kind = match (version, kind) {
-            (0, 0) => Kind::Data,
-            (0, 1) => Kind::Window,
-            (0, 2) => Kind::Ping,
-            (0, 3) => Kind::GoAway,
+            (0, 0) => FrameKind::Data,
+            (0, 1) => FrameKind::Window,
+            (0, 2) => FrameKind::Ping,
+            (0, 3) => FrameKind::GoAway,
             _ => return Err(broken("unknown version or kind of a frame")),
         };
         Ok(Self {

@@ -8,7 +8,7 @@ use std::{
 
 use futures::io::{AsyncRead, AsyncWrite};
 
-use super::header::{HEADER_BYTES, Header, Kind};
+use super::header::{HEADER_BYTES, Header, FrameKind};
 
 /// Frames are taken from the streams only up to this size: what a stream queues later with little data leaves soon.
 const MAX_UNSENT_BYTES: usize = 64 << 10;
@@ -19,7 +19,7 @@ const MAX_READS: usize = 64;
 
 /// A socket with the frames that are half read and half written.
 #[derive(Debug)]
-pub(super) struct Link<C> {
+pub(super) struct FramedSocket<C> {
     socket: C,
     header: [u8; HEADER_BYTES],
     header_filled: usize,
@@ -31,7 +31,7 @@ pub(super) struct Link<C> {
     is_flushed: bool,
 }
 
-impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
+impl<C: AsyncRead + AsyncWrite + Unpin> FramedSocket<C> {
     pub(super) fn new(socket: C) -> Self {
         Self {
             socket,
@@ -78,7 +78,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
     pub(super) fn poll_receive(
         &mut self,
         cx: &mut Context<'_>,
-        mut with: impl FnMut(Received) -> io::Result<()>,
+        mut with: impl FnMut(ReceivedFrame) -> io::Result<()>,
     ) -> Poll<io::Result<()>> {
         for _ in 0..MAX_READS {
             let count = match &self.frame {
@@ -97,7 +97,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
     fn poll_header(
         &mut self,
         cx: &mut Context<'_>,
-        with: &mut impl FnMut(Received) -> io::Result<()>,
+        with: &mut impl FnMut(ReceivedFrame) -> io::Result<()>,
     ) -> io::Result<Poll<usize>> {
         let room = self.header.get_mut(self.header_filled..).unwrap_or_default();
         let Poll::Ready(count) = Pin::new(&mut self.socket).poll_read(cx, room)? else {
@@ -107,10 +107,10 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
         if self.header_filled == HEADER_BYTES {
             self.header_filled = 0;
             let header = Header::decode(self.header)?;
-            with(Received::Header(header))?;
+            with(ReceivedFrame::Header(header))?;
             match (header.kind, header.length as usize) {
-                (Kind::Data, 0) => with(Received::Data(header, Vec::new(), true))?,
-                (Kind::Data, length) => self.frame = Some((header, length)),
+                (FrameKind::Data, 0) => with(ReceivedFrame::Data(header, Vec::new(), true))?,
+                (FrameKind::Data, length) => self.frame = Some((header, length)),
                 _ => {}
             }
         }
@@ -120,7 +120,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
     fn poll_piece(
         &mut self,
         cx: &mut Context<'_>,
-        with: &mut impl FnMut(Received) -> io::Result<()>,
+        with: &mut impl FnMut(ReceivedFrame) -> io::Result<()>,
     ) -> io::Result<Poll<usize>> {
         let Some((header, missing)) = self.frame else {
             return Ok(Poll::Pending);
@@ -136,7 +136,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
             piece.truncate(count);
             // A piece keeps no memory that it does not fill.
             let piece = if is_most { piece } else { piece.as_slice().to_vec() };
-            with(Received::Data(header, piece, missing == 0))?;
+            with(ReceivedFrame::Data(header, piece, missing == 0))?;
         }
         Ok(Poll::Ready(count))
     }
@@ -149,7 +149,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> Link<C> {
 
 /// What a socket brings.
 #[derive(Debug)]
-pub(super) enum Received {
+pub(super) enum ReceivedFrame {
     /// The header of a frame.
     Header(Header),
     /// Data of a frame, and whether it is the last.

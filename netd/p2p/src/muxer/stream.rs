@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    header::{FIN, Header, Kind, RST, SYN, broken},
+    header::{FIN, Header, FrameKind, RST, SYN, broken},
     turns::Spending,
     window::{FIRST_WINDOW, Growth, Window},
 };
@@ -121,7 +121,7 @@ impl Stream {
     pub(super) fn grant(&mut self, id: u32) -> Option<Header> {
         let credit = std::mem::take(&mut self.granted);
         let is_due = credit > 0 && !self.is_broken && !self.is_abandoned;
-        is_due.then(|| Header::of(Kind::Window, std::mem::take(&mut self.introduction), id, credit))
+        is_due.then(|| Header::of(FrameKind::Window, std::mem::take(&mut self.introduction), id, credit))
     }
 
     /// # Errors
@@ -160,7 +160,7 @@ impl Stream {
             Vec::new()
         });
         self.queued -= data.len();
-        out.extend_from_slice(&Header::of(Kind::Data, flags, id, data.len() as u32).encode());
+        out.extend_from_slice(&Header::of(FrameKind::Data, flags, id, data.len() as u32).encode());
         out.extend_from_slice(&data);
         if self.queued <= MAX_QUEUED_BYTES / 2 && self.credit > 0 {
             self.writer.take().inspect(Waker::wake_by_ref);
@@ -217,7 +217,7 @@ impl Stream {
             return None;
         }
         let flags = self.introduction | if self.has_theirs_ended { FIN } else { RST };
-        let kind = if self.has_theirs_ended { Kind::Data } else { Kind::Window };
+        let kind = if self.has_theirs_ended { FrameKind::Data } else { FrameKind::Window };
         Some(Header::of(kind, flags, id, 0))
     }
 

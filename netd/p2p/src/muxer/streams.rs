@@ -17,7 +17,7 @@ use std::{
 
 use super::{
     super::limits::MAX_STREAMS_PER_CONNECTION,
-    header::{ACK, FIN, Header, Kind, RST, SYN, broken},
+    header::{ACK, FIN, Header, FrameKind, RST, SYN, broken},
     stream::Stream,
     turns::Turns,
     window::Growth,
@@ -115,22 +115,22 @@ impl Streams {
     /// If the peer breaks the protocol or ends the connection.
     pub(super) fn begin(&mut self, header: Header) -> io::Result<Option<u32>> {
         match header.kind {
-            Kind::GoAway => return Err(closed()),
-            Kind::Ping => {
+            FrameKind::GoAway => return Err(closed()),
+            FrameKind::Ping => {
                 self.ping(header);
                 return Ok(None);
             }
-            Kind::Data | Kind::Window => {}
+            FrameKind::Data | FrameKind::Window => {}
         }
         let arrived = if header.has(SYN) { Some(self.accept(header.stream)?) } else { None };
         let Some(stream) = self.all.get_mut(&header.stream) else {
             return Ok(None);
         };
         match header.kind {
-            Kind::Data if !stream.window.receive(header.length) => {
+            FrameKind::Data if !stream.window.receive(header.length) => {
                 return Err(broken("more data than the window of its stream"));
             }
-            Kind::Window => {
+            FrameKind::Window => {
                 stream.add_credit(header.length)?;
                 self.end_as_told(header);
             }
@@ -230,7 +230,7 @@ impl Streams {
         of_us.next = now + PING_PERIOD;
         of_us.count = of_us.count.wrapping_add(1);
         of_us.sent = Some((of_us.count, now));
-        Some(Header::of(Kind::Ping, SYN, 0, of_us.count))
+        Some(Header::of(FrameKind::Ping, SYN, 0, of_us.count))
     }
 
     /// Reads what was received. Zero is the end.
@@ -316,7 +316,7 @@ impl Streams {
 
     /// Nothing is written from now on. What is queued leaves, and then the last frame of the connection.
     pub(super) fn say_goodbye(&mut self) {
-        self.farewell = Some(Header::of(Kind::GoAway, 0, 0, 0));
+        self.farewell = Some(Header::of(FrameKind::GoAway, 0, 0, 0));
         self.end();
     }
 

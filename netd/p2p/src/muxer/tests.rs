@@ -8,7 +8,7 @@ use libp2p::core::muxing::StreamMuxerExt;
 use tokio_util::compat::TokioAsyncReadCompatExt;
 
 use super::{
-    header::{FIN, Header, Kind, SYN},
+    header::{FIN, Header, FrameKind, SYN},
     *,
 };
 use crate::tests::block_on;
@@ -60,7 +60,7 @@ fn streams_count_for_their_peer_until_they_are_dropped() {
         let limits = InboundLimits::new(Vec::new(), 1 << 20);
         let net = Net::of([5, 6, 7, 8].into());
         let quota = Quota { limits: Arc::clone(&limits), peer: PeerId::random(), net };
-        let pools = limits.resources().memory().of(Purpose::Window);
+        let pools = limits.resources().memory().of(MemoryPurpose::Window);
         let most = resource_manager::memory::WINDOW_BYTES.peer / FIRST_WINDOW_BYTES;
         let held: Vec<_> = (0..most - 3).filter_map(|_| quota.admit()).collect();
         assert_eq!(held.len(), most - 3);
@@ -194,8 +194,8 @@ async fn after_frames(frames: &[Sent<'_>]) -> (Vec<Substream>, bool) {
 
 #[test]
 fn a_peer_that_breaks_the_protocol_loses_its_connection() {
-    let data = |flags, stream, length| Header::of(Kind::Data, flags, stream, length);
-    let window = |flags, stream, length| Header::of(Kind::Window, flags, stream, length);
+    let data = |flags, stream, length| Header::of(FrameKind::Data, flags, stream, length);
+    let window = |flags, stream, length| Header::of(FrameKind::Window, flags, stream, length);
     let full = vec![0; FIRST_WINDOW_BYTES];
     let whole = (data(SYN, 1, full.len() as u32), full.as_slice());
     let cases: [(&str, Vec<Sent<'_>>, bool); 8] = [
@@ -219,8 +219,8 @@ fn a_peer_that_breaks_the_protocol_loses_its_connection() {
 fn single_bytes_cost_little_more_than_those() {
     block_on(async {
         let mut streams = Streams::new(false, Growth::new(None), Instant::now());
-        let id = streams.begin(Header::of(Kind::Window, SYN, 1, 0)).expect("opens").expect("opens");
-        let header = Header::of(Kind::Data, 0, id, 1);
+        let id = streams.begin(Header::of(FrameKind::Window, SYN, 1, 0)).expect("opens").expect("opens");
+        let header = Header::of(FrameKind::Data, 0, id, 1);
         for _ in 0..200_000 {
             assert_eq!(streams.begin(header).expect("within the window"), None);
             streams.receive(header, vec![7], true);
@@ -252,7 +252,7 @@ fn what_is_written_before_a_stream_is_dropped_arrives() {
 fn pings_without_end_are_read_no_faster_than_they_are_answered() {
     block_on(async {
         let mut streams = Streams::new(false, Growth::new(None), Instant::now());
-        let ping = Header::of(Kind::Ping, SYN, 0, 5);
+        let ping = Header::of(FrameKind::Ping, SYN, 0, 5);
         let mut count = 0;
         while !streams.is_choked() {
             assert_eq!(streams.begin(ping).expect("a ping"), None);
@@ -268,7 +268,7 @@ fn pings_without_end_are_read_no_faster_than_they_are_answered() {
 #[test]
 fn what_windows_grow_by_counts_for_the_peer_until_its_streams_end() {
     let quota = quota();
-    let growth = quota.limits.resources().memory().of(Purpose::Growth);
+    let growth = quota.limits.resources().memory().of(MemoryPurpose::Growth);
     let all = resource_manager::memory::GROWTH_BYTES.peer;
     let held = growth.try_reserve(quota.peer, quota.net, all - (1 << 20)).expect("free");
     let mut of_connection = Growth::new(Some(quota.clone()));
@@ -332,8 +332,8 @@ fn whoever_holds_a_stream_of_a_connection_that_was_dropped_sees_its_end() {
 fn a_peer_that_waits_for_credit_of_a_stream_that_is_gone_is_told() {
     let mut streams = Streams::new(false, Growth::new(None), Instant::now());
     let mut end_of = |id: u32, sent: u32| {
-        streams.begin(Header::of(Kind::Data, SYN, id, sent)).expect("within the window");
-        streams.receive(Header::of(Kind::Data, 0, id, sent), vec![0; sent as usize], true);
+        streams.begin(Header::of(FrameKind::Data, SYN, id, sent)).expect("within the window");
+        streams.receive(Header::of(FrameKind::Data, 0, id, sent), vec![0; sent as usize], true);
         streams.finish(id);
         let mut out = Vec::new();
         while streams.next_frame(&mut out) {}
@@ -351,7 +351,7 @@ fn a_peer_that_waits_for_credit_of_a_stream_that_is_gone_is_told() {
 #[test]
 fn the_end_of_a_stream_never_comes_with_data() {
     let mut streams = Streams::new(false, Growth::new(None), Instant::now());
-    streams.begin(Header::of(Kind::Data, SYN, 1, 0)).expect("a stream");
+    streams.begin(Header::of(FrameKind::Data, SYN, 1, 0)).expect("a stream");
     let cx = Context::from_waker(Waker::noop());
     assert!(matches!(streams.poll_write(1, &cx, b"answer"), Poll::Ready(Ok(6))));
     streams.finish(1);
@@ -421,16 +421,16 @@ pub(crate) fn frames() -> Vec<Vec<u8>> {
     let frame = |kind, flags, stream, length: u32, data: &[u8]| {
         [&Header::of(kind, flags, stream, length).encode()[..], data].concat()
     };
-    let open = frame(Kind::Window, SYN, 1, 0, b"");
-    let data = frame(Kind::Data, 0, 1, 5, b"hello");
+    let open = frame(FrameKind::Window, SYN, 1, 0, b"");
+    let data = frame(FrameKind::Data, 0, 1, 5, b"hello");
     let (fin, reset) = (FIN, super::header::RST);
-    let ended = frame(Kind::Data, fin, 1, 0, b"");
-    let again = frame(Kind::Data, SYN, 3, 3, b"abc");
-    let gone = frame(Kind::Window, reset, 3, 0, b"");
-    let ping = frame(Kind::Ping, SYN, 0, 9, b"");
-    let pong = frame(Kind::Ping, super::header::ACK, 0, 1, b"");
-    let credit = frame(Kind::Window, 0, 1, 1 << 20, b"");
-    let leave = frame(Kind::GoAway, 0, 0, 0, b"");
+    let ended = frame(FrameKind::Data, fin, 1, 0, b"");
+    let again = frame(FrameKind::Data, SYN, 3, 3, b"abc");
+    let gone = frame(FrameKind::Window, reset, 3, 0, b"");
+    let ping = frame(FrameKind::Ping, SYN, 0, 9, b"");
+    let pong = frame(FrameKind::Ping, super::header::ACK, 0, 1, b"");
+    let credit = frame(FrameKind::Window, 0, 1, 1 << 20, b"");
+    let leave = frame(FrameKind::GoAway, 0, 0, 0, b"");
     let all = [open, data, credit, pong, ping, again, gone, ended, leave];
     let whole = all.concat();
     all.into_iter().chain([whole]).collect()

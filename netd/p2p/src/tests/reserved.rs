@@ -32,7 +32,7 @@ async fn send_large(caller: &P2p, callee: &P2p) -> tokio::task::JoinHandle<RpcSt
 /// The callee's end, after the small frame before the large one.
 async fn next_reader(
     inbound: &mut mpsc::Receiver<Inbound>,
-    purpose: Purpose,
+    purpose: MemoryPurpose,
 ) -> (InboundReader, InboundWriter) {
     let (mut reader, writer) = next_stream(inbound).await.into_split();
     reader.set_purpose(purpose);
@@ -46,7 +46,7 @@ fn a_frame_waits_until_its_peer_has_room_and_other_purposes_do_not() {
         let ((caller, _), (callee, mut inbound)) = pair_at(None).await;
         let mut sent = Vec::new();
         let mut readers = Vec::new();
-        for purpose in [Purpose::Step, Purpose::Step, Purpose::Opening] {
+        for purpose in [MemoryPurpose::Step, MemoryPurpose::Step, MemoryPurpose::Opening] {
             sent.push(send_large(&caller, &callee).await);
             readers.push(next_reader(&mut inbound, purpose).await);
         }
@@ -69,12 +69,12 @@ fn what_was_reserved_at_once_is_not_counted_again() {
     block_on(async {
         let ((caller, _), (callee, mut inbound)) = pair_at(None).await;
         let _sent = send_large(&caller, &callee).await;
-        let (mut reader, _writer) = next_reader(&mut inbound, Purpose::Whole).await;
+        let (mut reader, _writer) = next_reader(&mut inbound, MemoryPurpose::Whole).await;
         let whole = reader.reserve(1 << 20).await;
         let frame = reader.recv().await.expect("read").expect("a frame");
         assert!(frame.held.is_none());
         let _more = send_large(&caller, &callee).await;
-        let (mut another, _writer) = next_reader(&mut inbound, Purpose::Whole).await;
+        let (mut another, _writer) = next_reader(&mut inbound, MemoryPurpose::Whole).await;
         assert!(timeout(2 * FRAME_STALL_TIMEOUT, another.recv()).await.is_err());
         drop(whole);
         another.recv().await.expect("read").expect("a frame");
@@ -86,11 +86,11 @@ fn a_slow_frame_is_given_up_only_while_others_wait() {
     block_on(async {
         let ((caller, _), (callee, mut inbound)) = pair_at(Some(10_000)).await;
         let _slow = send_large(&caller, &callee).await;
-        let (mut slow, _writer) = next_reader(&mut inbound, Purpose::Opening).await;
+        let (mut slow, _writer) = next_reader(&mut inbound, MemoryPurpose::Opening).await;
         let alone = timeout(FRAME_STALL_TIMEOUT * 5 / 2, slow.recv()).await;
         assert!(alone.is_err(), "nobody waits: {alone:?}");
         let _waits = send_large(&caller, &callee).await;
-        let (mut waits, _writer) = next_reader(&mut inbound, Purpose::Opening).await;
+        let (mut waits, _writer) = next_reader(&mut inbound, MemoryPurpose::Opening).await;
         let waiting = tokio::spawn(async move { waits.recv().await.is_ok() });
         let error = slow.recv().await.expect_err("too slow");
         assert!(matches!(error, InboundError::TooSlow { .. }), "{error}");

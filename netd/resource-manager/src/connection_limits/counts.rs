@@ -5,7 +5,7 @@ use std::{collections::HashMap, fmt, hash::Hash};
 use libp2p::{PeerId, swarm::ConnectionId};
 
 use super::{
-    super::{nets::Net, peerstore::Standing},
+    super::{nets::Net, peerstore::PeerStanding},
     MAX_CONNECTIONS, MAX_CONNECTIONS_PER_NET, MAX_CONNECTIONS_PER_PEER, MAX_INBOUND_CONNECTIONS,
     MAX_PENDING_CONNECTIONS_PER_KNOWN_NET, MAX_PENDING_CONNECTIONS_PER_NET, MAX_PENDING_INBOUND,
     MAX_PENDING_OUTBOUND, MAX_RESERVED_PER_NET, RESERVED_FOR_SERVERS, RESERVED_FOR_SESSIONS,
@@ -18,7 +18,7 @@ pub enum Refused {
     /// A net has as many connections as it may have.
     NetFull { net: Net, limit: usize },
     /// All nets together have as many as peers of this standing may fill.
-    Full { standing: Standing, limit: usize },
+    Full { standing: PeerStanding, limit: usize },
     /// A peer has as many as it may have.
     PeerFull { limit: usize },
     /// We have as many of our own as we may have.
@@ -68,11 +68,11 @@ impl Places {
     };
 
     /// What peers of this standing leave to others.
-    fn kept_from(&self, standing: Standing) -> usize {
+    fn kept_from(&self, standing: PeerStanding) -> usize {
         match standing {
-            Standing::Stranger => self.for_sessions + self.for_servers,
-            Standing::Server => self.for_sessions,
-            Standing::Session => 0,
+            PeerStanding::Stranger => self.for_sessions + self.for_servers,
+            PeerStanding::Server => self.for_sessions,
+            PeerStanding::Session => 0,
         }
     }
 
@@ -85,7 +85,7 @@ impl Places {
 /// Connections and dials, by net, class and peer. It holds nothing of a peer whose connections are
 /// closed.
 #[derive(Debug)]
-pub(super) struct Counts {
+pub(super) struct ConnectionCounts {
     places: Places,
     open: HashMap<ConnectionId, Counted>,
     by_net: HashMap<(Net, Class), usize>,
@@ -116,7 +116,7 @@ enum Class {
     Outbound,
 }
 
-impl Counts {
+impl ConnectionCounts {
     pub(super) fn new(places: Places) -> Self {
         Self {
             places,
@@ -142,8 +142,8 @@ impl Counts {
             return Err(Refused::NetFull { net, limit });
         }
         let (kept, standing) = match is_known {
-            true => (0, Standing::Session),
-            false => (RESERVED_PENDING, Standing::Stranger),
+            true => (0, PeerStanding::Session),
+            false => (RESERVED_PENDING, PeerStanding::Stranger),
         };
         let limit = MAX_PENDING_INBOUND - kept;
         if self.of(Class::Pending) >= limit {
@@ -188,7 +188,7 @@ impl Counts {
         id: ConnectionId,
         net: Net,
         peer: PeerId,
-        standing: Standing,
+        standing: PeerStanding,
     ) -> Result<(), Refused> {
         self.closed(id);
         self.check(&peer)?;
@@ -213,7 +213,7 @@ impl Counts {
         }
     }
 
-    fn admit(&mut self, id: ConnectionId, net: Net, standing: Standing) -> Result<(), Refused> {
+    fn admit(&mut self, id: ConnectionId, net: Net, standing: PeerStanding) -> Result<(), Refused> {
         self.closed(id);
         let inbound = self.of(Class::General) + self.of(Class::Reserved);
         let total = inbound + self.of(Class::Outbound);
@@ -227,9 +227,9 @@ impl Counts {
         }
         let of_net = self.of_net(net, Class::General);
         let net_is_full = has_bound(net) && of_net >= MAX_CONNECTIONS_PER_NET;
-        let class = match fits(Standing::Stranger) && !net_is_full {
+        let class = match fits(PeerStanding::Stranger) && !net_is_full {
             true => Class::General,
-            false if standing == Standing::Stranger => {
+            false if standing == PeerStanding::Stranger => {
                 return Err(Refused::NetFull { net, limit: MAX_CONNECTIONS_PER_NET });
             }
             false => Class::Reserved,
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn one_public_net_cannot_take_the_places_of_others() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         for number in 0..MAX_PENDING_CONNECTIONS_PER_NET {
             counts.admit_pending(id(number), net(5, 1), false).expect("free");
         }
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(full, Err(Refused::NetFull { net: net(5, 1), limit }));
         counts.admit_pending(id(9998), net(5, 2), false).expect("another net");
         // Whoever finishes its handshake makes room for the next.
-        counts.admit(id(0), net(5, 1), Standing::Stranger).expect("free");
+        counts.admit(id(0), net(5, 1), PeerStanding::Stranger).expect("free");
         counts.admit_pending(id(9999), net(5, 1), false).expect("free again");
         for number in (0..MAX_PENDING_CONNECTIONS_PER_NET).chain([9998, 9999]) {
             counts.closed(id(number));
@@ -318,18 +318,18 @@ mod tests {
 
     #[test]
     fn private_nets_share_the_bounds_of_all() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         for number in 0..4 * MAX_CONNECTIONS_PER_NET {
-            counts.admit(id(number), net(10, 1), Standing::Stranger).expect("private");
+            counts.admit(id(number), net(10, 1), PeerStanding::Stranger).expect("private");
         }
     }
 
     /// Connections of strangers from as many nets as it takes, until one is refused.
-    fn full_of_strangers() -> (Counts, usize) {
-        let mut counts = Counts::new(Places::DEFAULT);
+    fn full_of_strangers() -> (ConnectionCounts, usize) {
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         for number in 0.. {
             let net = Net::of([5, 1, (number >> 8) as u8, number as u8].into());
-            if counts.admit(id(number), net, Standing::Stranger).is_err() {
+            if counts.admit(id(number), net, PeerStanding::Stranger).is_err() {
                 return (counts, number);
             }
         }
@@ -341,14 +341,14 @@ mod tests {
         let (mut counts, admitted) = full_of_strangers();
         let reserved = RESERVED_FOR_SERVERS + RESERVED_FOR_SESSIONS;
         assert_eq!(admitted, MAX_INBOUND_CONNECTIONS - reserved);
-        let mut fill = |standing: Standing, from: usize| {
+        let mut fill = |standing: PeerStanding, from: usize| {
             let of = |number: usize| Net::of([6, 1, standing as u8, number as u8].into());
             (0..1000).take_while(|n| counts.admit(id(from + n), of(*n), standing).is_ok()).count()
         };
-        assert_eq!(fill(Standing::Server, 1000), RESERVED_FOR_SERVERS);
-        assert_eq!(fill(Standing::Session, 2000), RESERVED_FOR_SESSIONS);
+        assert_eq!(fill(PeerStanding::Server, 1000), RESERVED_FOR_SERVERS);
+        assert_eq!(fill(PeerStanding::Session, 2000), RESERVED_FOR_SESSIONS);
         let limit = MAX_INBOUND_CONNECTIONS;
-        let standing = Standing::Session;
+        let standing = PeerStanding::Session;
         let full = counts.admit(id(3000), net(7, 1), standing);
         assert_eq!(full, Err(Refused::Full { standing, limit }));
         counts.closed(id(2000));
@@ -358,20 +358,20 @@ mod tests {
     #[test]
     fn one_public_net_takes_few_of_the_reserved_places() {
         let (mut counts, _) = full_of_strangers();
-        let of_net = |n: &usize| counts.admit(id(1000 + n), net(9, 1), Standing::Session).is_ok();
+        let of_net = |n: &usize| counts.admit(id(1000 + n), net(9, 1), PeerStanding::Session).is_ok();
         assert_eq!((0..1000).take_while(of_net).count(), MAX_RESERVED_PER_NET);
-        counts.admit(id(3000), net(9, 2), Standing::Session).expect("another net");
+        counts.admit(id(3000), net(9, 2), PeerStanding::Session).expect("another net");
     }
 
     #[test]
     fn a_known_peer_finds_a_place_in_a_net_that_is_full_of_strangers() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let pending = MAX_PENDING_CONNECTIONS_PER_NET;
         for number in 0..MAX_CONNECTIONS_PER_NET {
-            counts.admit(id(number), net(5, 1), Standing::Stranger).expect("free");
+            counts.admit(id(number), net(5, 1), PeerStanding::Stranger).expect("free");
         }
-        assert!(counts.admit(id(500), net(5, 1), Standing::Stranger).is_err());
-        counts.admit(id(500), net(5, 1), Standing::Session).expect("reserved");
+        assert!(counts.admit(id(500), net(5, 1), PeerStanding::Stranger).is_err());
+        counts.admit(id(500), net(5, 1), PeerStanding::Session).expect("reserved");
         (0..pending).for_each(|n| counts.put(id(1000 + n), net(5, 1), Class::Pending));
         assert!(counts.admit_pending(id(501), net(5, 1), false).is_err());
         counts.admit_pending(id(501), net(5, 1), true).expect("a session is there");
@@ -379,7 +379,7 @@ mod tests {
 
     #[test]
     fn handshakes_of_strangers_leave_some_to_nets_with_a_session() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let of = |number: usize| Net::of([5, 1, (number >> 8) as u8, number as u8].into());
         let admitted = (0..).take_while(|n| counts.admit_pending(id(*n), of(*n), false).is_ok());
         let admitted = admitted.count();
@@ -389,23 +389,23 @@ mod tests {
 
     #[test]
     fn our_own_connections_do_not_shrink_the_reserve() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let outbound = Places::DEFAULT.outbound();
         (0..outbound).for_each(|n| counts.put(id(n), net(8, 1), Class::Outbound));
-        assert!(counts.admit(id(5000), net(7, 1), Standing::Stranger).is_err());
+        assert!(counts.admit(id(5000), net(7, 1), PeerStanding::Stranger).is_err());
         let reserved = RESERVED_FOR_SERVERS + RESERVED_FOR_SESSIONS;
         for number in 0..reserved {
             let net = Net::of([6, 1, 1, number as u8].into());
-            counts.admit(id(6000 + number), net, Standing::Session).expect("reserved");
+            counts.admit(id(6000 + number), net, PeerStanding::Session).expect("reserved");
         }
     }
 
     #[test]
     fn peers_that_come_and_go_leave_nothing_behind() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         for number in 0..20_000 {
             let (peer, id) = (PeerId::random(), id(number));
-            let standing = Standing::Stranger;
+            let standing = PeerStanding::Stranger;
             match number % 3 {
                 0 => counts.admit_inbound(id, net(5, 1), peer, standing).expect("free"),
                 1 => counts.admit_outbound(id, net(5, 1), peer).expect("free"),
@@ -419,18 +419,18 @@ mod tests {
 
     #[test]
     fn a_peer_has_so_many_connections_in_both_directions_together() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let (peer, other) = (PeerId::random(), PeerId::random());
         for number in 0..MAX_CONNECTIONS_PER_PEER {
             match number % 2 {
-                0 => counts.admit_inbound(id(number), net(10, 1), peer, Standing::Session),
+                0 => counts.admit_inbound(id(number), net(10, 1), peer, PeerStanding::Session),
                 _ => counts.admit_outbound(id(number), net(10, 1), peer),
             }
             .expect("free");
         }
         let full = Err(Refused::PeerFull { limit: MAX_CONNECTIONS_PER_PEER });
         assert_eq!(counts.admit_outbound(id(100), net(10, 1), peer), full);
-        let again = counts.admit_inbound(id(100), net(10, 1), peer, Standing::Session);
+        let again = counts.admit_inbound(id(100), net(10, 1), peer, PeerStanding::Session);
         assert_eq!(again, full);
         counts.admit_outbound(id(101), net(10, 1), other).expect("another peer");
         counts.closed(id(3));
@@ -439,7 +439,7 @@ mod tests {
 
     #[test]
     fn our_own_dials_and_connections_are_bounded() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let dials = (0..9999).take_while(|n| counts.admit_dial(id(*n)).is_ok()).count();
         assert_eq!(dials, MAX_PENDING_OUTBOUND);
         // A dial that became a connection makes room for the next.
@@ -453,7 +453,7 @@ mod tests {
 
     #[test]
     fn handshakes_of_all_nets_together_are_bounded() {
-        let mut counts = Counts::new(Places::DEFAULT);
+        let mut counts = ConnectionCounts::new(Places::DEFAULT);
         let of = |number: usize| Net::of([5, 1, (number >> 8) as u8, number as u8].into());
         let admitted = (0..).take_while(|n| counts.admit_pending(id(*n), of(*n), true).is_ok());
         assert_eq!(admitted.count(), MAX_PENDING_INBOUND);

@@ -27,7 +27,7 @@ impl PoolBounds {
 
 /// Bytes for a peer, which is in a net.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Claim {
+pub(super) struct MemoryClaim {
     pub peer: PeerId,
     pub net: Net,
     pub bytes: usize,
@@ -41,14 +41,14 @@ pub(super) struct Book<W> {
     nets: HashMap<Net, usize>,
     peers: HashMap<PeerId, usize>,
     /// The asks of each peer in their order; no queue is empty.
-    waiting: HashMap<PeerId, VecDeque<Waiting<W>>>,
+    waiting: HashMap<PeerId, VecDeque<QueuedClaim<W>>>,
     next_ticket: u64,
 }
 
 #[derive(Debug)]
-struct Waiting<W> {
+struct QueuedClaim<W> {
     ticket: u64,
-    claim: Claim,
+    claim: MemoryClaim,
     told: W,
 }
 
@@ -72,21 +72,21 @@ impl<W> Book<W> {
     }
 
     /// What a peer asks for, at most a whole pool.
-    pub(super) fn claim(&self, peer: PeerId, net: Net, bytes: usize) -> Claim {
+    pub(super) fn claim(&self, peer: PeerId, net: Net, bytes: usize) -> MemoryClaim {
         let most = self.bounds.peer.min(self.net_bound(net)).min(self.bounds.total);
-        Claim { peer, net, bytes: bytes.min(most) }
+        MemoryClaim { peer, net, bytes: bytes.min(most) }
     }
 
     /// Puts an ask behind the others of its peer; its ticket.
-    pub(super) fn wait(&mut self, claim: Claim, told: W) -> u64 {
+    pub(super) fn wait(&mut self, claim: MemoryClaim, told: W) -> u64 {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        self.waiting.entry(claim.peer).or_default().push_back(Waiting { ticket, claim, told });
+        self.waiting.entry(claim.peer).or_default().push_back(QueuedClaim { ticket, claim, told });
         ticket
     }
 
     /// Takes an ask out; false if it is not in there any more.
-    pub(super) fn forget(&mut self, claim: &Claim, ticket: u64) -> bool {
+    pub(super) fn forget(&mut self, claim: &MemoryClaim, ticket: u64) -> bool {
         let Entry::Occupied(mut of_peer) = self.waiting.entry(claim.peer) else {
             return false;
         };
@@ -105,7 +105,7 @@ impl<W> Book<W> {
     }
 
     /// Whether all pools have room.
-    pub(super) fn has_room(&self, claim: &Claim) -> bool {
+    pub(super) fn has_room(&self, claim: &MemoryClaim) -> bool {
         self.has_room_of_its_own(claim) && fits(self.total, claim.bytes, self.bounds.total)
     }
 
@@ -131,20 +131,20 @@ impl<W> Book<W> {
     }
 
     /// Counts a claim.
-    pub(super) fn take(&mut self, claim: &Claim) {
+    pub(super) fn take(&mut self, claim: &MemoryClaim) {
         self.total += claim.bytes;
         *self.nets.entry(claim.net).or_default() += claim.bytes;
         *self.peers.entry(claim.peer).or_default() += claim.bytes;
     }
 
     /// Counts a claim no more.
-    pub(super) fn give_back(&mut self, claim: &Claim) {
+    pub(super) fn give_back(&mut self, claim: &MemoryClaim) {
         self.total = self.total.saturating_sub(claim.bytes);
         release(&mut self.nets, claim.net, claim.bytes);
         release(&mut self.peers, claim.peer, claim.bytes);
     }
 
-    fn has_room_of_its_own(&self, claim: &Claim) -> bool {
+    fn has_room_of_its_own(&self, claim: &MemoryClaim) -> bool {
         fits(self.of_net(claim.net), claim.bytes, self.net_bound(claim.net))
             && fits(self.of_peer(&claim.peer), claim.bytes, self.bounds.peer)
     }
@@ -187,8 +187,8 @@ mod tests {
         Net::of([5, 6, 7, last].into())
     }
 
-    fn claim(peer: PeerId, last: u8, bytes: usize) -> Claim {
-        Claim { peer, net: net(last), bytes }
+    fn claim(peer: PeerId, last: u8, bytes: usize) -> MemoryClaim {
+        MemoryClaim { peer, net: net(last), bytes }
     }
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
         book.take(&claim(peers[2], 2, 40));
         assert!(!book.has_room(&claim(peers[3], 3, 1)), "of all");
         book.give_back(&first);
-        let local = Claim { net: Net::of([127, 0, 0, 1].into()), ..claim(peers[3], 3, 40) };
+        let local = MemoryClaim { net: Net::of([127, 0, 0, 1].into()), ..claim(peers[3], 3, 40) };
         assert!(book.has_room(&local), "freed");
     }
 
@@ -232,7 +232,7 @@ mod tests {
         ) {
             let mut book = Book::new(BOUNDS);
             let peers: Vec<PeerId> = (0..4).map(|_| PeerId::random()).collect();
-            let (mut held, mut waiting) = (Vec::<Claim>::new(), Vec::<(u64, Claim)>::new());
+            let (mut held, mut waiting) = (Vec::<MemoryClaim>::new(), Vec::<(u64, MemoryClaim)>::new());
             for (number, peer, bytes, what) in steps {
                 match what {
                     0 if !held.is_empty() => book.give_back(&held.remove(bytes % held.len())),
@@ -253,7 +253,7 @@ mod tests {
                     prop_assert_eq!(expected, claim, "the asks of a peer keep their order");
                     held.push(claim);
                 }
-                let sum = |of: &dyn Fn(&&Claim) -> bool| -> usize {
+                let sum = |of: &dyn Fn(&&MemoryClaim) -> bool| -> usize {
                     held.iter().filter(of).map(|one| one.bytes).sum()
                 };
                 prop_assert!(sum(&|_| true) <= BOUNDS.total);

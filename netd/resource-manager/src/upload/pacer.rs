@@ -49,14 +49,14 @@ pub enum Grant {
 
 /// What was given so far to a connection, or to several that count as one, on the scale of all shares.
 #[derive(Debug, Default)]
-pub struct Share {
+pub struct UploadShare {
     /// Where its next request begins.
     end: AtomicU64,
 }
 
 /// A request in the queue.
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
+struct QueuedSend {
     start: u64,
     bytes: usize,
 }
@@ -75,7 +75,7 @@ pub struct Pacer {
     now: u64,
     tickets: Ticket,
     /// The requests that wait, by finish tag.
-    queue: BTreeMap<(u64, Ticket), Waiting>,
+    queue: BTreeMap<(u64, Ticket), QueuedSend>,
     /// Start tags of the requests that wait.
     starts: BTreeSet<(u64, Ticket)>,
 }
@@ -122,7 +122,7 @@ impl Pacer {
     }
 
     /// A connection wants to send `bytes`.
-    pub fn ask(&mut self, share: &Share, bytes: usize, now: Instant) -> Grant {
+    pub fn ask(&mut self, share: &UploadShare, bytes: usize, now: Instant) -> Grant {
         let bytes = bytes.min(self.chunk());
         let start = share.end.load(Ordering::Relaxed).max(self.now);
         let end = start.saturating_add(bytes as u64);
@@ -139,7 +139,7 @@ impl Pacer {
             return Grant::Now(bytes);
         }
         self.tickets += 1;
-        self.queue.insert((end, self.tickets), Waiting { start, bytes });
+        self.queue.insert((end, self.tickets), QueuedSend { start, bytes });
         self.starts.insert((start, self.tickets));
         Grant::Wait(self.tickets)
     }
@@ -150,7 +150,7 @@ impl Pacer {
         self.fill(now);
         let mut served = Vec::new();
         while self.tokens > 0.0
-            && let Some(((_, ticket), Waiting { start, bytes })) = self.queue.pop_first()
+            && let Some(((_, ticket), QueuedSend { start, bytes })) = self.queue.pop_first()
         {
             // The request that is served counts: its connection asks again only later.
             let least = self.starts.first().map_or(start, |(least, _)| *least);
@@ -185,8 +185,8 @@ mod tests {
     const MB_PER_S: u64 = 1_000_000;
 
     /// One for each of so many connections.
-    fn shares(count: usize) -> Vec<Share> {
-        (0..count).map(|_| Share::default()).collect()
+    fn shares(count: usize) -> Vec<UploadShare> {
+        (0..count).map(|_| UploadShare::default()).collect()
     }
 
     /// Connections that want to send so many bytes, served until `time` has passed; the bytes that
@@ -314,7 +314,7 @@ mod tests {
                 }
             }
             if granted >= grants && small.is_none() {
-                let share = Share::default();
+                let share = UploadShare::default();
                 assert_eq!(pacer.ask(&share, 12, now), Grant::Now(12), "a header waits");
                 let Grant::Wait(ticket) = pacer.ask(&share, 4096, now) else { return 0 };
                 small = Some(ticket);
@@ -346,7 +346,7 @@ mod tests {
     fn headers_do_not_wait_while_the_debt_is_small() {
         let start = Instant::now();
         let mut pacer = Pacer::new(MB_PER_S, SLICE, start);
-        let share = Share::default();
+        let share = UploadShare::default();
         let headers =
             (0..10_000).take_while(|_| matches!(pacer.ask(&share, 12, start), Grant::Now(12)));
         // The bucket of 20 ms, and a debt of two chunks.
@@ -367,7 +367,7 @@ mod tests {
     fn unused_time_is_made_up_for_in_chunks_of_the_same_size_and_no_longer_than_said() {
         let (start, saved) = (Instant::now(), Duration::from_secs(3));
         let mut pacer = Pacer::new(MB_PER_S, saved, start);
-        let share = Share::default();
+        let share = UploadShare::default();
         let at_once = |pacer: &mut Pacer, now| {
             let granted = std::iter::from_fn(|| match pacer.ask(&share, usize::MAX, now) {
                 Grant::Now(bytes) => Some(bytes),
@@ -396,7 +396,7 @@ mod tests {
     fn what_was_not_sent_is_given_back_and_who_is_gone_waits_no_more() {
         let start = Instant::now();
         let mut pacer = Pacer::new(MB_PER_S, SLICE, start);
-        let (one, two) = (Share::default(), Share::default());
+        let (one, two) = (UploadShare::default(), UploadShare::default());
         assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
         assert_eq!(pacer.ask(&one, CHUNK, start), Grant::Now(CHUNK));
         let Grant::Wait(ticket) = pacer.ask(&one, CHUNK, start) else { panic!("empty") };

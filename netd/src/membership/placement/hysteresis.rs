@@ -14,7 +14,7 @@
 //! is out of balance is brought well beyond the point at which moves begin.
 
 use super::{
-    Decision, EPSILON, MoveReason, StayReason, Swarm, best_start_without, block_throughput,
+    Decision, EPSILON, MoveReason, StayReason, MovableSwarm, best_start_without, block_throughput,
     lexicographic, should_choose_other_blocks,
 };
 use rand::Rng;
@@ -133,7 +133,7 @@ fn servers_to_wait_for(
     quality: f64,
     rng: &mut impl Rng,
 ) -> usize {
-    let Some(mut swarm) = Swarm::read(spans, block_count, me) else {
+    let Some(mut swarm) = MovableSwarm::read(spans, block_count, me) else {
         return 0;
     };
     let enough = quality * swarm.mean();

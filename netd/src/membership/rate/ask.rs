@@ -90,7 +90,7 @@ async fn scope_of(p2p: &P2p, peer: PeerId, own: &[std::net::IpAddr]) -> Option<S
 async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Option<f64> {
     let streams = agreed(p2p, way, scope, candidates).await;
     let peers = streams.len();
-    let meter = Shared { start: Instant::now(), meter: Arc::default() };
+    let meter = Arrivals { start: Instant::now(), meter: Arc::default() };
     let transfers = streams.into_iter().map(|stream| async {
         let transfer = async {
             match way {
@@ -110,12 +110,12 @@ async fn one_way(p2p: &P2p, way: u8, scope: Scope, candidates: &[PeerId]) -> Opt
 }
 
 /// When a measurement began, and what has arrived since.
-struct Shared {
+struct Arrivals {
     start: Instant,
     meter: Arc<Mutex<Meter>>,
 }
 
-impl Shared {
+impl Arrivals {
     fn add(&self, bytes: u64) {
         self.meter.lock().add(self.start.elapsed(), bytes);
     }
@@ -166,7 +166,7 @@ async fn propose(p2p: &P2p, peer: PeerId, way: u8) -> Result<RpcStream, CallErro
     }
 }
 
-async fn download(mut stream: RpcStream, meter: &Shared) -> Result<(), CallError> {
+async fn download(mut stream: RpcStream, meter: &Arrivals) -> Result<(), CallError> {
     stream.send(Bytes::from_static(&[GO])).await?;
     let deadline = meter.start + MAX_TIME;
     let mut received = 0;
@@ -185,7 +185,7 @@ async fn download(mut stream: RpcStream, meter: &Shared) -> Result<(), CallError
 
 /// Sends, and counts what the peer says has arrived: what lies in buffers on the way does not
 /// count.
-async fn upload(mut stream: RpcStream, meter: &Shared) -> Result<(), CallError> {
+async fn upload(mut stream: RpcStream, meter: &Arrivals) -> Result<(), CallError> {
     stream.send(Bytes::from_static(&[GO])).await?;
     let chunk = chunk();
     let deadline = meter.start + MAX_TIME;
@@ -215,7 +215,7 @@ fn note(
     answer: Option<Bytes>,
     sent: u64,
     arrived: &mut u64,
-    meter: &Shared,
+    meter: &Arrivals,
 ) -> Result<bool, CallError> {
     let Some(answer) = answer else {
         return Ok(false);
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_peer_cannot_have_got_what_was_not_sent() {
-        let meter = Shared { start: Instant::now(), meter: Arc::default() };
+        let meter = Arrivals { start: Instant::now(), meter: Arc::default() };
         let mut arrived = 0;
         let mut say = |count: u64, sent| {
             let answer = Bytes::copy_from_slice(&count.to_le_bytes());

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use p2p::P2p;
-use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
 use swarm::dht::driver::Dht;
 use tokio::task::spawn_blocking;
 use tracing::{debug, warn};
@@ -26,7 +26,7 @@ const BUSY_PERIOD: Duration = Duration::from_secs(10);
 
 /// How the network is measured.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct MeasurementSettings {
     /// Where measurements are kept.
     pub file: Option<RateFile>,
     /// A service to measure with: addresses for the way down and the way up.
@@ -38,7 +38,7 @@ pub struct Settings {
 /// A kept rate, or measures until there is one; `idle` says whether this server has nothing else to
 /// do.
 pub async fn keep(
-    settings: &Settings,
+    settings: &MeasurementSettings,
     p2p: &P2p,
     dht: &Dht,
     idle: &(impl Fn() -> bool + Send + Sync),
@@ -51,9 +51,9 @@ pub async fn keep(
             tokio::time::sleep(BUSY_PERIOD).await;
         }
         match once(settings, p2p, dht).await {
-            Outcome::Rate(rate) => return rate,
-            Outcome::Busy => tokio::time::sleep(BUSY_PERIOD).await,
-            Outcome::Nobody => {
+            MeasurementOutcome::Rate(rate) => return rate,
+            MeasurementOutcome::Busy => tokio::time::sleep(BUSY_PERIOD).await,
+            MeasurementOutcome::Nobody => {
                 pause = pauses.next().copied().unwrap_or(pause);
                 debug!(again_in = ?pause, "no peer to measure the network with");
                 tokio::time::sleep(pause).await;
@@ -64,7 +64,7 @@ pub async fn keep(
 
 /// What one attempt came to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Outcome {
+pub enum MeasurementOutcome {
     /// Kept or measured.
     Rate(NetworkRate),
     /// Another server of this machine measures.
@@ -74,12 +74,12 @@ pub enum Outcome {
 }
 
 /// One attempt.
-pub async fn once(settings: &Settings, p2p: &P2p, dht: &Dht) -> Outcome {
-    let link = Link::of_system();
+pub async fn once(settings: &MeasurementSettings, p2p: &P2p, dht: &Dht) -> MeasurementOutcome {
+    let link = NetworkLink::of_system();
     let _lock = match &settings.file {
         Some(file) => match lock(file).await {
             Ok(Some(lock)) => Some(lock),
-            Ok(None) => return Outcome::Busy,
+            Ok(None) => return MeasurementOutcome::Busy,
             Err(error) => {
                 warn!(%error, "cannot lock the file of network rates");
                 None
@@ -89,10 +89,10 @@ pub async fn once(settings: &Settings, p2p: &P2p, dht: &Dht) -> Outcome {
     };
     let kept = settings.file.as_ref().and_then(|file| file.kept(&link));
     if let (Some(rate), true) = (kept, settings.take_kept) {
-        return Outcome::Rate(rate);
+        return MeasurementOutcome::Rate(rate);
     }
     let Some(rate) = measure(settings, p2p, dht).await else {
-        return Outcome::Nobody;
+        return MeasurementOutcome::Nobody;
     };
     if let Some(file) = settings.file.clone() {
         let kept = spawn_blocking(move || file.keep(&link, rate)).await;
@@ -100,7 +100,7 @@ pub async fn once(settings: &Settings, p2p: &P2p, dht: &Dht) -> Outcome {
             warn!(%error, "cannot save the network rate");
         }
     }
-    Outcome::Rate(rate)
+    MeasurementOutcome::Rate(rate)
 }
 
 async fn lock(file: &RateFile) -> std::io::Result<Option<std::fs::File>> {
@@ -109,7 +109,7 @@ async fn lock(file: &RateFile) -> std::io::Result<Option<std::fs::File>> {
     locked.unwrap_or_else(|error| Err(std::io::Error::other(error)))
 }
 
-async fn measure(settings: &Settings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
+async fn measure(settings: &MeasurementSettings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
     if let Some((download, upload)) = &settings.service {
         match url::with_service(download, upload).await {
             Ok(bits_per_s) => {

@@ -30,7 +30,7 @@ const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// What was asked of a [`Counterpart`] so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Figures {
+pub struct CounterpartFigures {
     /// Transfers.
     pub served: u64,
     /// Refused: too many, too often, or through a relay.
@@ -49,7 +49,7 @@ pub struct Counterpart {
 #[derive(Debug, Default)]
 struct Lent {
     transfers: VecDeque<(Instant, PeerId)>,
-    figures: Figures,
+    figures: CounterpartFigures,
 }
 
 impl Lent {
@@ -81,7 +81,7 @@ impl Counterpart {
 
     /// What was asked so far.
     #[must_use]
-    pub fn figures(&self) -> Figures {
+    pub fn figures(&self) -> CounterpartFigures {
         self.with(|lent| lent.figures)
     }
 

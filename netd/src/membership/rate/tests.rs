@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use p2p::{CallError, Inbound, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec};
-use shared::network::{Link, RateFile, RateSource};
+use shared::network::{NetworkLink, RateFile, RateSource};
 use swarm::dht::driver::{Dht, DhtConfig};
 use swarm::dht::storage::StorageLimits;
 use tokio::sync::mpsc;
@@ -147,20 +147,20 @@ fn a_measurement_is_kept_and_taken_until_another_is_asked_for() {
         let file = RateFile::new(folder.path());
         let first = start(Vec::new(), vec![protocol()]).await;
         let second = start(vec![addr(&first).await], vec![protocol()]).await;
-        let mut settings = Settings { file: Some(file.clone()), service: None, take_kept: true };
+        let mut settings = MeasurementSettings { file: Some(file.clone()), service: None, take_kept: true };
         let lock = file.lock().unwrap();
         let dht = dht(&second);
-        assert_eq!(once(&settings, &second.p2p, &dht).await, Outcome::Busy);
+        assert_eq!(once(&settings, &second.p2p, &dht).await, MeasurementOutcome::Busy);
         drop(lock);
-        let Outcome::Rate(rate) = once(&settings, &second.p2p, &dht).await else {
+        let MeasurementOutcome::Rate(rate) = once(&settings, &second.p2p, &dht).await else {
             panic!("no rate")
         };
         assert_eq!(rate.source, RateSource::Peers);
-        assert_eq!(file.kept(&Link::of_system()), Some(rate));
-        assert_eq!(once(&settings, &second.p2p, &dht).await, Outcome::Rate(rate));
+        assert_eq!(file.kept(&NetworkLink::of_system()), Some(rate));
+        assert_eq!(once(&settings, &second.p2p, &dht).await, MeasurementOutcome::Rate(rate));
         assert_eq!(first.counterpart.figures().served, 2, "asked once");
         settings.take_kept = false;
-        assert!(matches!(once(&settings, &second.p2p, &dht).await, Outcome::Rate(_)));
+        assert!(matches!(once(&settings, &second.p2p, &dht).await, MeasurementOutcome::Rate(_)));
         assert_eq!(first.counterpart.figures().served, 4, "and again when told");
     });
 }
@@ -178,13 +178,13 @@ fn a_service_is_asked_only_when_named_and_peers_when_it_fails() {
         let first = start(Vec::new(), vec![protocol()]).await;
         let second = start(vec![addr(&first).await], vec![protocol()]).await;
         let dht = dht(&second);
-        let at = |down: &str, up: &str| Settings {
+        let at = |down: &str, up: &str| MeasurementSettings {
             file: None,
             service: Some((format!("{}{down}", service.url), format!("{}{up}", service.url))),
             take_kept: true,
         };
-        let source = async |settings: Settings| match once(&settings, &second.p2p, &dht).await {
-            Outcome::Rate(rate) => Some(rate.source),
+        let source = async |settings: MeasurementSettings| match once(&settings, &second.p2p, &dht).await {
+            MeasurementOutcome::Rate(rate) => Some(rate.source),
             _ => None,
         };
         assert_eq!(source(at("/down", "/up")).await, Some(RateSource::Url));
@@ -194,9 +194,9 @@ fn a_service_is_asked_only_when_named_and_peers_when_it_fails() {
         assert_eq!(first.counterpart.figures().served, 0, "peers were left alone");
         assert_eq!(source(at("/none", "/up")).await, Some(RateSource::Peers));
         assert_eq!(source(at("/empty", "/up")).await, Some(RateSource::Peers));
-        let none = Settings { file: None, service: None, take_kept: true };
+        let none = MeasurementSettings { file: None, service: None, take_kept: true };
         let before = service.requests().len();
-        assert_eq!(once(&none, &second.p2p, &dht).await, Outcome::Nobody, "lent enough");
+        assert_eq!(once(&none, &second.p2p, &dht).await, MeasurementOutcome::Nobody, "lent enough");
         assert_eq!(service.requests().len(), before);
     });
 }

@@ -126,7 +126,7 @@ fn callers_that_ask_too_often_are_refused_and_nothing_is_concluded() {
 
 #[test]
 fn recent_callers_are_bounded_and_forgotten() {
-    let mut shared = Shared::default();
+    let mut shared = ReachabilityState::default();
     let (now, peer) = (Instant::now(), PeerId::random());
     assert!(shared.admit(peer, now));
     assert!(!shared.admit(peer, now + PROBE_PERIOD / 2));

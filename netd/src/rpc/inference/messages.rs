@@ -1,6 +1,6 @@
 //! The caller's messages of a session.
 
-use p2p::{InboundError, InboundReader, PeerId, Purpose};
+use p2p::{InboundError, InboundReader, PeerId, MemoryPurpose};
 use tokio::time::Instant;
 
 use super::SessionEnd;
@@ -22,7 +22,7 @@ pub(super) struct Requests {
 impl Requests {
     pub(super) fn new(service: &Service, peer: PeerId, mut reader: InboundReader) -> Requests {
         reader.set_max_frame_bytes(service.max_request_bytes());
-        reader.set_purpose(Purpose::Opening);
+        reader.set_purpose(MemoryPurpose::Opening);
         Requests { peer, reader, ahead: None, broken: None, ended: false, is_open: false }
     }
 
@@ -34,7 +34,7 @@ impl Requests {
     /// The session was admitted: what comes from now on are its steps.
     pub(super) fn opened(&mut self) {
         self.is_open = true;
-        self.reader.set_purpose(Purpose::Step);
+        self.reader.set_purpose(MemoryPurpose::Step);
     }
 
     /// The next message; `None` after the caller's end of input, or a message without tensors that

@@ -8,7 +8,7 @@ use swarm::wire::step_times::StepTimes;
 use tracing::debug;
 
 use super::copies::is_same;
-use super::{Answer, Open};
+use super::{StepAnswer, Open};
 use crate::rpc::compute::Arguments;
 use crate::rpc::request::StepMessage;
 use crate::rpc::{Failure, Service};
@@ -25,7 +25,7 @@ pub(super) async fn answer_step(
     service: &Service,
     open: &mut Open,
     next: &StepMessage,
-) -> Result<Option<Answer>, Failure> {
+) -> Result<Option<StepAnswer>, Failure> {
     let before = open.before.clone();
     let service = before.as_deref().unwrap_or(service);
     let step_id = next.metadata.step_id.as_deref();
@@ -52,7 +52,7 @@ pub(super) async fn answer_step(
             let start = next.metadata.start_from_position;
             let is_appended = start.is_none_or(|start| start == u64::from(began));
             let undo = (is_appended && !is_reordered).then_some(began);
-            Ok(Some(Answer { response, times, tokens, undo }))
+            Ok(Some(StepAnswer { response, times, tokens, undo }))
         }
         Err(failure) if next.was_pushed => {
             service.troubles.count(Trouble::Push);

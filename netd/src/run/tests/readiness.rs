@@ -3,7 +3,7 @@
 
 use p2p::P2p;
 use shared::config::Throughput;
-use shared::network::{Link, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
 use tokio::sync::oneshot;
 
 use super::*;
@@ -19,7 +19,7 @@ fn rps(network: NetworkRate) -> f64 {
 }
 
 fn assumed() -> f64 {
-    rps(NetworkRate::of(None, None, &Link::of_system()))
+    rps(NetworkRate::of(None, None, &NetworkLink::of_system()))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -53,7 +53,7 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let (peer_id, _) = supervisor.proposed(None).await;
     supervisor.start_worker(0, 1, span()).await;
     supervisor.online().await;
-    let link = Link::of_system();
+    let link = NetworkLink::of_system();
     let measured = until_record(&node, &peer_id, |info| {
         let kept = file.kept(&link);
         let network = kept.map(|kept| NetworkRate::of(None, Some(kept), &link));
@@ -167,7 +167,7 @@ async fn a_server_that_the_monitor_cannot_reach_ends_with_advice() {
 }
 
 /// What [`serve`] does, with a hand on the node.
-async fn tapped(inbox: Inbox, outbox: Outbox, tap: oneshot::Sender<P2p>) -> Stop {
+async fn tapped(inbox: Inbox, outbox: NetdOutbox, tap: oneshot::Sender<P2p>) -> Stop {
     let mut messages = Messages::new(inbox);
     let FromSupervisor { message, fds } = messages.next().await.unwrap();
     let ToNetd::Init(init) = message else { panic!("{message:?}") };

@@ -8,17 +8,17 @@ use p2p::{Net, PeerId};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::sessions::giving_way::{Claim, Holding, choose};
+use crate::sessions::giving_way::{KvClaim, Holding, choose};
 
 /// All leases, by number.
 #[derive(Debug, Default)]
 pub(super) struct Holders {
     numbers: u64,
-    holders: HashMap<u64, Holder>,
+    holders: HashMap<u64, KvHolder>,
 }
 
 #[derive(Debug)]
-struct Holder {
+struct KvHolder {
     peer: PeerId,
     held: u64,
     silent: Option<Silent>,
@@ -36,7 +36,7 @@ impl Holders {
     /// A lease of `held` token-blocks; its number.
     pub(super) fn enter(&mut self, peer: PeerId, held: u64) -> u64 {
         self.numbers += 1;
-        self.holders.insert(self.numbers, Holder { peer, held, silent: None });
+        self.holders.insert(self.numbers, KvHolder { peer, held, silent: None });
         self.numbers
     }
 
@@ -62,19 +62,19 @@ impl Holders {
     /// Tells silent sessions to end for `claim`; whether memory is about to come free.
     pub(super) fn make_room(
         &mut self,
-        mut claim: Claim,
+        mut claim: KvClaim,
         budget: u64,
         net_of: impl Fn(&PeerId) -> Net,
         now: Instant,
     ) -> bool {
-        let is_told = |holder: &Holder| holder.silent.as_ref().is_some_and(|silent| silent.is_told);
+        let is_told = |holder: &KvHolder| holder.silent.as_ref().is_some_and(|silent| silent.is_told);
         let (told, others): (Vec<_>, Vec<_>) = self.holders.values_mut().partition(|h| is_told(h));
         let coming: u64 = told.iter().map(|holder| holder.held).sum();
         if coming >= claim.missing {
             return claim.missing > 0;
         }
         claim.missing -= coming;
-        let holding = |holder: &&mut Holder| Holding {
+        let holding = |holder: &&mut KvHolder| Holding {
             net: net_of(&holder.peer),
             peer: holder.peer,
             held: holder.held,
@@ -114,7 +114,7 @@ mod tests {
         let ends = numbers.map(|number| holders.falls_silent(number, began));
         let claim = |missing| {
             let (net, peer) = (Net::Unknown, PeerId::random());
-            Claim { net, peer, asked: missing, missing }
+            KvClaim { net, peer, asked: missing, missing }
         };
         let ask = |holders: &mut Holders, missing, now| {
             holders.make_room(claim(missing), 1000, |_| Net::Unknown, now)

@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const BODY: SlotRef = SlotRef { offset: 0, len: 64 };
 
 /// Links a generation of the worker, whose end the test drives.
-fn link_worker(link: &Arc<Link>, generation: u32) -> FakeWorker {
+fn link_worker(link: &Arc<WorkerLink>, generation: u32) -> FakeWorker {
     let parts = LinkParts::new(Generation(generation), Generation(1));
     let [submission, completion] = parts.bells();
     link.up(&parts.worker_up(link.span(), 8), parts.rings(), submission, completion).unwrap();
@@ -82,7 +82,7 @@ async fn a_worker_that_lies_is_reported_and_its_jobs_go_to_the_next_generation()
     for (lie, named) in LIES {
         let (broken, mut reports) = mpsc::channel(4);
         let span = Span::new(0, 2).unwrap();
-        let link = Arc::new(Link::new(WorkerId::solo(GroupId(0)), span, 0, broken));
+        let link = Arc::new(WorkerLink::new(WorkerId::solo(GroupId(0)), span, 0, broken));
         let mut worker = link_worker(&link, 1);
         let holds = holds().await;
         let job = tokio::spawn({

@@ -3,7 +3,7 @@
 
 use super::id::DhtId;
 use super::routing::{BUCKET_SIZE, RoutingTable};
-use super::storage::{Item, Owner, Storage, Stored};
+use super::storage::{Item, Owner, Storage, StoredValue};
 use crate::wire::messages::{FindRequest, FindResult, ResultType, StoreRequest};
 use bytes::Bytes;
 
@@ -93,8 +93,8 @@ pub(super) fn find(
             if let Some(left) = bytes_left.checked_sub(value.len()) {
                 bytes_left = left;
                 result.set_type(match found {
-                    Stored::Regular(_) => ResultType::FoundRegular,
-                    Stored::Dictionary(_) => ResultType::FoundDictionary,
+                    StoredValue::Regular(_) => ResultType::FoundRegular,
+                    StoredValue::Dictionary(_) => ResultType::FoundDictionary,
                 });
                 (result.value, result.expiration_time) = (value, found.expiration());
             }
@@ -110,8 +110,8 @@ pub(super) fn find(
 }
 
 /// What fits of a value. Large entries do not hide the small ones, which servers' records are.
-fn within(mut found: Stored, bytes: usize) -> Option<Stored> {
-    if let Stored::Dictionary(dictionary) = &mut found {
+fn within(mut found: StoredValue, bytes: usize) -> Option<StoredValue> {
+    if let StoredValue::Dictionary(dictionary) = &mut found {
         dictionary.shrink_to(bytes.saturating_sub(DICTIONARY_BYTES));
         dictionary.iter().next()?;
     }
@@ -119,7 +119,7 @@ fn within(mut found: Stored, bytes: usize) -> Option<Stored> {
 }
 
 /// What both stores have, united.
-pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<Stored> {
+pub(super) fn best_of(stores: [&Storage; 2], key: &DhtId, now: f64) -> Option<StoredValue> {
     let found = stores.into_iter().filter_map(|store| store.find(key, now));
     found.reduce(|mut best, other| {
         best.merge(other);
@@ -146,10 +146,10 @@ mod tests {
             dictionary.merge_entry(tag, junk, None);
         }
         assert!(dictionary.encode().len() > MAX_FOUND_BYTES);
-        let found = within(Stored::Dictionary(dictionary), MAX_FOUND_BYTES).expect("some fit");
+        let found = within(StoredValue::Dictionary(dictionary), MAX_FOUND_BYTES).expect("some fit");
         assert!(found.to_wire().1.len() <= MAX_FOUND_BYTES);
-        let Stored::Dictionary(shown) = found else { panic!("{found:?}") };
+        let StoredValue::Dictionary(shown) = found else { panic!("{found:?}") };
         assert!(shown.iter().any(|(other, _)| *other == tag));
-        assert!(within(Stored::Dictionary(shown), 100).is_none(), "nothing fits");
+        assert!(within(StoredValue::Dictionary(shown), 100).is_none(), "nothing fits");
     }
 }

@@ -11,10 +11,10 @@
 
 use super::id::DhtId;
 use super::node::{
-    Action, CallId, Event, InboundId, JoinError, Node, NodeConfig, OperationId, Request, Response,
+    DhtAction, CallId, DhtEvent, InboundId, JoinError, Node, NodeConfig, OperationId, DhtRequest, Response,
 };
 use super::routing::Contact;
-use super::storage::{Item, StorageLimits, Stored};
+use super::storage::{Item, StorageLimits, StoredValue};
 use crate::names::{DHT_FIND, DHT_PING, DHT_STORE};
 use crate::wire::fields;
 use crate::wire::messages::{FindRequest, NodeInfo, PingRequest, StoreRequest};
@@ -104,12 +104,12 @@ pub struct DhtStats {
 /// A node of the DHT. Clones are handles of the same node, which ends when all are dropped.
 #[derive(Clone, Debug)]
 pub struct Dht {
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<DhtCommand>,
     p2p: P2p,
     node_info: NodeInfo,
     initial_peers: Arc<[Multiaddr]>,
     rejoined: watch::Receiver<u64>,
-    counts: Arc<Counts>,
+    counts: Arc<DhtCounts>,
 }
 
 /// What a node has done so far, and what it holds.
@@ -137,7 +137,7 @@ pub struct DhtFigures {
 
 /// Figures as the task counts them. It alone writes; anybody reads without asking it.
 #[derive(Debug, Default)]
-struct Counts {
+struct DhtCounts {
     nodes: AtomicU64,
     records: AtomicU64,
     record_bytes: AtomicU64,
@@ -153,10 +153,10 @@ type JoinReply = oneshot::Sender<Result<(), JoinError>>;
 
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "moved once, into the bounded queue")]
-enum Command {
-    Inbound { peer: PeerId, request: Request, reply: oneshot::Sender<Result<Response, String>> },
+enum DhtCommand {
+    Inbound { peer: PeerId, request: DhtRequest, reply: oneshot::Sender<Result<Response, String>> },
     Join { peers: Vec<PeerId>, call_timeout: Duration, reply: JoinReply },
-    Get { keys: Vec<DhtId>, latest: bool, reply: oneshot::Sender<Vec<Option<Stored>>> },
+    Get { keys: Vec<DhtId>, latest: bool, reply: oneshot::Sender<Vec<Option<StoredValue>>> },
     Store { items: Vec<(DhtId, Item)>, reply: oneshot::Sender<Vec<usize>> },
     Stats { reply: oneshot::Sender<DhtStats> },
     Peers { reply: oneshot::Sender<Vec<PeerId>> },
@@ -196,7 +196,7 @@ impl Dht {
         let node_info = node.node_info();
         let (commands, queue) = mpsc::channel(COMMAND_QUEUE);
         let (rejoined_sender, rejoined) = watch::channel(0);
-        let driver = Driver {
+        let driver = DhtDriver {
             node,
             p2p: p2p.clone(),
             permits: Arc::new(Semaphore::new(MAX_CALLS)),
@@ -254,7 +254,7 @@ impl Dht {
             let mut call_timeout = CALL_TIMEOUT;
             loop {
                 let peers = peers.clone();
-                let join = |reply| Command::Join { peers, call_timeout, reply };
+                let join = |reply| DhtCommand::Join { peers, call_timeout, reply };
                 match self.ask(join).await? {
                     Err(error @ JoinError::NoAnswer(_))
                         if Instant::now() + ASK_AGAIN < deadline =>
@@ -279,8 +279,8 @@ impl Dht {
         &self,
         keys: Vec<DhtId>,
         latest: bool,
-    ) -> Result<Vec<Option<Stored>>, DhtError> {
-        self.ask(|reply| Command::Get { keys, latest, reply }).await
+    ) -> Result<Vec<Option<StoredValue>>, DhtError> {
+        self.ask(|reply| DhtCommand::Get { keys, latest, reply }).await
     }
 
     /// Writes items: for each, in the order given, how many nodes accepted it (five if all is well,
@@ -289,7 +289,7 @@ impl Dht {
     /// # Errors
     /// [`DhtError::Timeout`] or [`DhtError::Stopped`].
     pub async fn store_many(&self, items: Vec<(DhtId, Item)>) -> Result<Vec<usize>, DhtError> {
-        self.ask(|reply| Command::Store { items, reply }).await
+        self.ask(|reply| DhtCommand::Store { items, reply }).await
     }
 
     /// Measures the time to a peer and back.
@@ -320,7 +320,7 @@ impl Dht {
     /// # Errors
     /// [`DhtError::Timeout`] or [`DhtError::Stopped`].
     pub async fn stats(&self) -> Result<DhtStats, DhtError> {
-        self.ask(|reply| Command::Stats { reply }).await
+        self.ask(|reply| DhtCommand::Stats { reply }).await
     }
 
     /// What the node has done and holds, as of about a second ago; waits for nothing.
@@ -345,7 +345,7 @@ impl Dht {
     /// # Errors
     /// [`DhtError::Timeout`] or [`DhtError::Stopped`].
     pub async fn peers(&self) -> Result<Vec<PeerId>, DhtError> {
-        self.ask(|reply| Command::Peers { reply }).await
+        self.ask(|reply| DhtCommand::Peers { reply }).await
     }
 
     /// Answers a request of a peer to one of [`protocols`]. May take as long as a call-back, so
@@ -365,18 +365,18 @@ impl Dht {
         let malformed =
             |error: prost::DecodeError| format!("ValueError('cannot read the request: {error}')");
         let request = match protocol {
-            DHT_PING => PingRequest::decode(request).map(Request::Ping).map_err(malformed)?,
-            DHT_STORE => StoreRequest::decode(request).map(Request::Store).map_err(malformed)?,
-            DHT_FIND => FindRequest::decode(request).map(Request::Find).map_err(malformed)?,
+            DHT_PING => PingRequest::decode(request).map(DhtRequest::Ping).map_err(malformed)?,
+            DHT_STORE => StoreRequest::decode(request).map(DhtRequest::Store).map_err(malformed)?,
+            DHT_FIND => FindRequest::decode(request).map(DhtRequest::Find).map_err(malformed)?,
             other => return Err(format!("ValueError('the DHT does not serve {other}')")),
         };
-        let reply = self.ask(|reply| Command::Inbound { peer, request, reply }).await;
+        let reply = self.ask(|reply| DhtCommand::Inbound { peer, request, reply }).await;
         Ok(encode_response(&reply.map_err(|error| error.to_string())??))
     }
 
     async fn ask<T>(
         &self,
-        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+        command: impl FnOnce(oneshot::Sender<T>) -> DhtCommand,
     ) -> Result<T, DhtError> {
         let (reply, answer) = oneshot::channel();
         let ask = async {
@@ -399,7 +399,7 @@ pub fn unix_now() -> f64 {
 
 type Ended = (CallId, Option<Response>);
 
-struct Driver {
+struct DhtDriver {
     node: Node,
     p2p: P2p,
     permits: Arc<Semaphore>,
@@ -414,19 +414,19 @@ struct Driver {
     rejoined: watch::Sender<u64>,
     /// How long a call may take: longer while the node joins slow peers.
     call_timeout: Duration,
-    counts: Arc<Counts>,
+    counts: Arc<DhtCounts>,
 }
 
 enum Waiter {
     Join(JoinReply),
     /// Nobody: the node looks for initial peers on its own.
     Rejoin,
-    Get(oneshot::Sender<Vec<Option<Stored>>>),
+    Get(oneshot::Sender<Vec<Option<StoredValue>>>),
     Store(oneshot::Sender<Vec<usize>>),
 }
 
-impl Driver {
-    async fn run(mut self, mut commands: mpsc::Receiver<Command>) {
+impl DhtDriver {
+    async fn run(mut self, mut commands: mpsc::Receiver<DhtCommand>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut reconnections = self.p2p.reconnections();
@@ -438,10 +438,10 @@ impl Driver {
                 },
                 Some((call, response)) = self.calls.next() => {
                     add(&self.counts.failed_calls, usize::from(response.is_none()));
-                    self.feed(Event::Answered { call, response });
+                    self.feed(DhtEvent::Answered { call, response });
                 }
                 _ = tick.tick() => {
-                    self.feed(Event::Tick);
+                    self.feed(DhtEvent::Tick);
                     self.show();
                     self.rejoin_if_lost();
                 }
@@ -451,34 +451,34 @@ impl Driver {
         }
     }
 
-    fn command(&mut self, command: Command) {
+    fn command(&mut self, command: DhtCommand) {
         match command {
-            Command::Inbound { peer, request, reply } => {
+            DhtCommand::Inbound { peer, request, reply } => {
                 let id = InboundId(self.id());
                 self.inbound.insert(id, reply);
                 let refused_before = self.node.refused();
                 let net = self.p2p.net_of(&peer);
-                self.feed(Event::Inbound { id, from: peer, net, request });
+                self.feed(DhtEvent::Inbound { id, from: peer, net, request });
                 self.p2p.count_bad_records(self.node.refused() - refused_before);
             }
-            Command::Join { peers, call_timeout, reply } => {
+            DhtCommand::Join { peers, call_timeout, reply } => {
                 self.join_peers.clone_from(&peers);
                 self.call_timeout = call_timeout;
                 self.rejoin_at = Instant::now() + REJOIN_MIN;
                 let id = self.operation(Waiter::Join(reply));
-                self.feed(Event::Join { id, peers });
+                self.feed(DhtEvent::Join { id, peers });
             }
-            Command::Get { keys, latest, reply } => {
+            DhtCommand::Get { keys, latest, reply } => {
                 add(&self.counts.lookups, keys.len());
                 let id = self.operation(Waiter::Get(reply));
-                self.feed(Event::Get { id, keys, latest });
+                self.feed(DhtEvent::Get { id, keys, latest });
             }
-            Command::Store { items, reply } => {
+            DhtCommand::Store { items, reply } => {
                 add(&self.counts.stores, items.len());
                 let id = self.operation(Waiter::Store(reply));
-                self.feed(Event::Store { id, items });
+                self.feed(DhtEvent::Store { id, items });
             }
-            Command::Stats { reply } => {
+            DhtCommand::Stats { reply } => {
                 let storage = self.node.storage();
                 let stats = DhtStats {
                     known_nodes: self.node.table().len(),
@@ -488,7 +488,7 @@ impl Driver {
                 // Nobody waits any more if the asker gave up.
                 let _ = reply.send(stats);
             }
-            Command::Peers { reply } => {
+            DhtCommand::Peers { reply } => {
                 let contacts = self.node.table().contacts();
                 let _ = reply.send(contacts.map(|contact| contact.peer_id).collect());
             }
@@ -519,26 +519,26 @@ impl Driver {
     fn rejoin(&mut self, peers: Vec<PeerId>) {
         if !peers.is_empty() {
             let id = self.operation(Waiter::Rejoin);
-            self.feed(Event::Join { id, peers });
+            self.feed(DhtEvent::Join { id, peers });
         }
     }
 
-    fn feed(&mut self, event: Event) {
+    fn feed(&mut self, event: DhtEvent) {
         for action in self.node.on(event, unix_now()) {
             self.act(action);
         }
     }
 
     /// Replies to those who gave up are dropped.
-    fn act(&mut self, action: Action) {
+    fn act(&mut self, action: DhtAction) {
         match action {
-            Action::Call { call, peer, request } => self.call(call, peer, request),
-            Action::Reply { id, response } => {
+            DhtAction::Call { call, peer, request } => self.call(call, peer, request),
+            DhtAction::Reply { id, response } => {
                 if let Some(reply) = self.inbound.remove(&id) {
                     let _ = reply.send(response);
                 }
             }
-            Action::Joined { id, result } => match self.operations.remove(&id) {
+            DhtAction::Joined { id, result } => match self.operations.remove(&id) {
                 Some(Waiter::Join(reply)) => {
                     self.call_timeout = CALL_TIMEOUT;
                     drop(reply.send(result));
@@ -548,12 +548,12 @@ impl Driver {
                     Err(error) => debug!(%error, "cannot join the DHT again"),
                 },
             },
-            Action::Found { id, found } => {
+            DhtAction::Found { id, found } => {
                 if let Some(Waiter::Get(reply)) = self.operations.remove(&id) {
                     let _ = reply.send(found.into_iter().map(|(_, stored)| stored).collect());
                 }
             }
-            Action::Stored { id, accepted } => {
+            DhtAction::Stored { id, accepted } => {
                 if let Some(Waiter::Store(reply)) = self.operations.remove(&id) {
                     let _ = reply.send(accepted);
                 }
@@ -575,7 +575,7 @@ impl Driver {
         }
     }
 
-    fn call(&self, call: CallId, peer: PeerId, request: Request) {
+    fn call(&self, call: CallId, peer: PeerId, request: DhtRequest) {
         add(&self.counts.calls, 1);
         let (p2p, permits) = (self.p2p.clone(), Arc::clone(&self.permits));
         let call_timeout = self.call_timeout;
@@ -610,11 +610,11 @@ fn add(count: &AtomicU64, more: usize) {
     count.fetch_add(more as u64, Ordering::Relaxed);
 }
 
-fn encode_request(request: &Request) -> (&'static str, Bytes) {
+fn encode_request(request: &DhtRequest) -> (&'static str, Bytes) {
     match request {
-        Request::Ping(request) => (DHT_PING, request.encode_to_vec().into()),
-        Request::Store(request) => (DHT_STORE, request.encode_to_vec().into()),
-        Request::Find(request) => (DHT_FIND, request.encode_to_vec().into()),
+        DhtRequest::Ping(request) => (DHT_PING, request.encode_to_vec().into()),
+        DhtRequest::Store(request) => (DHT_STORE, request.encode_to_vec().into()),
+        DhtRequest::Find(request) => (DHT_FIND, request.encode_to_vec().into()),
     }
 }
 
@@ -627,11 +627,11 @@ fn encode_response(response: &Response) -> Bytes {
 }
 
 /// The answer to `request`; one that cannot be read counts as none.
-fn decode_response(request: &Request, bytes: Bytes) -> Option<Response> {
+fn decode_response(request: &DhtRequest, bytes: Bytes) -> Option<Response> {
     match request {
-        Request::Ping(_) => Message::decode(bytes).map(Response::Ping).ok(),
-        Request::Store(_) => Message::decode(bytes).map(Response::Store).ok(),
-        Request::Find(_) => Message::decode(bytes).map(Response::Find).ok(),
+        DhtRequest::Ping(_) => Message::decode(bytes).map(Response::Ping).ok(),
+        DhtRequest::Store(_) => Message::decode(bytes).map(Response::Store).ok(),
+        DhtRequest::Find(_) => Message::decode(bytes).map(Response::Find).ok(),
     }
 }
 

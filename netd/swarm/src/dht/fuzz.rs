@@ -8,7 +8,7 @@ use prost::Message;
 use super::answer;
 use super::id::DhtId;
 use super::routing::RoutingTable;
-use super::storage::{Dictionary, Owner, Storage, StorageLimits, Stored};
+use super::storage::{Dictionary, Owner, Storage, StorageLimits, StoredValue};
 use crate::wire::fields::has_at_most;
 use crate::wire::messages::{FindRequest, StoreRequest};
 use p2p::Net;
@@ -102,6 +102,6 @@ fn fuzz_dictionaries_of_the_dht() {
         let Some(dictionary) = Dictionary::decode(input) else { return "none".into() };
         let again = Dictionary::decode(&dictionary.encode()).expect("our own bytes");
         assert_eq!(again.iter().count(), dictionary.iter().count());
-        format!("{:?}", Stored::Dictionary(dictionary).live(1e9).is_some())
+        format!("{:?}", StoredValue::Dictionary(dictionary).live(1e9).is_some())
     });
 }

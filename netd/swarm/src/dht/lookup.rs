@@ -16,7 +16,7 @@
 
 use super::id::{DhtId, Distance};
 use super::routing::{BUCKET_SIZE, Contact};
-use super::storage::{Dictionary, Stored, tag_of};
+use super::storage::{Dictionary, StoredValue, tag_of};
 use p2p::PeerId;
 use std::collections::{BTreeMap, HashSet};
 
@@ -39,7 +39,7 @@ pub struct Wanted {
     /// Best known nodes to start from.
     pub seeds: Vec<Contact>,
     /// What this node itself has.
-    pub known: Option<Stored>,
+    pub known: Option<StoredValue>,
 }
 
 /// What a lookup found out about one key.
@@ -47,7 +47,7 @@ pub struct Wanted {
 pub struct KeyResult {
     pub key: DhtId,
     /// Its value, united from all nodes asked; parts may have ended meanwhile.
-    pub found: Option<Stored>,
+    pub found: Option<StoredValue>,
     /// Which node had the value that expires latest; `None` if it is ours.
     pub source: Option<DhtId>,
     /// The nearest nodes that answered, nearest first.
@@ -56,9 +56,9 @@ pub struct KeyResult {
 
 /// One answer about one key.
 #[derive(Clone, Debug, Default)]
-pub struct Answer {
+pub struct LookupAnswer {
     /// What the node has.
-    pub found: Option<Stored>,
+    pub found: Option<StoredValue>,
     /// Whom it knows nearer to the key.
     pub nearest: Vec<Contact>,
 }
@@ -86,10 +86,10 @@ pub struct FindCall {
 #[derive(Debug)]
 struct Search {
     key: DhtId,
-    candidates: BTreeMap<Distance, Candidate>,
+    candidates: BTreeMap<Distance, LookupCandidate>,
     /// Nodes that failed, which must not come back.
     failed: HashSet<DhtId>,
-    found: Option<Stored>,
+    found: Option<StoredValue>,
     /// What the nearest nodes that have entries answered.
     nearest: BTreeMap<Distance, Dictionary>,
     source: Option<DhtId>,
@@ -98,7 +98,7 @@ struct Search {
 }
 
 #[derive(Debug)]
-struct Candidate {
+struct LookupCandidate {
     contact: Contact,
     state: CandidateState,
 }
@@ -146,7 +146,7 @@ impl Lookup {
     }
 
     /// Takes the answers to a call, one per key.
-    pub fn on_answers(&mut self, call: &FindCall, answers: Vec<Answer>) {
+    pub fn on_answers(&mut self, call: &FindCall, answers: Vec<LookupAnswer>) {
         self.in_flight = self.in_flight.saturating_sub(1);
         for (index, answer) in call.searches.iter().zip(answers) {
             if let Some(search) = self.searches.get_mut(*index) {
@@ -211,7 +211,7 @@ impl Search {
     }
 
     fn wants(&self, contact: &Contact, sufficient: f64) -> bool {
-        let is_new = |candidate: &Candidate| {
+        let is_new = |candidate: &LookupCandidate| {
             candidate.contact == *contact && candidate.state == CandidateState::New
         };
         !self.is_satisfied(sufficient)
@@ -228,7 +228,7 @@ impl Search {
         index
     }
 
-    fn on_answer(&mut self, contact: &Contact, answer: Answer, own: &Contact) {
+    fn on_answer(&mut self, contact: &Contact, answer: LookupAnswer, own: &Contact) {
         self.asked = self.asked.saturating_sub(1);
         if let Some(candidate) = self.candidates.get_mut(&contact.node_id.distance(&self.key)) {
             candidate.state = CandidateState::Answered;
@@ -240,7 +240,7 @@ impl Search {
         if later {
             self.source = Some(contact.node_id);
         }
-        if let Stored::Dictionary(dictionary) = &found {
+        if let StoredValue::Dictionary(dictionary) = &found {
             let distance = contact.node_id.distance(&self.key);
             self.nearest.insert(distance, dictionary.clone());
             if self.nearest.len() > REPLICAS {
@@ -272,7 +272,7 @@ impl Search {
             let distance = contact.node_id.distance(&self.key);
             self.candidates
                 .entry(distance)
-                .or_insert(Candidate { contact, state: CandidateState::New });
+                .or_insert(LookupCandidate { contact, state: CandidateState::New });
         }
         while self.candidates.len() > MAX_CANDIDATES {
             self.candidates.pop_last();
@@ -290,7 +290,7 @@ impl Search {
             .filter(|candidate| candidate.state == CandidateState::Answered);
         let nearest: Vec<Contact> =
             answered.map(|candidate| candidate.contact).take(BEAM).collect();
-        if let Some(Stored::Dictionary(found)) = &mut self.found {
+        if let Some(StoredValue::Dictionary(found)) = &mut self.found {
             let distances = nearest.iter().take(REPLICAS).map(|c| c.node_id.distance(&self.key));
             let voters: Vec<&Dictionary> =
                 distances.filter_map(|distance| self.nearest.get(&distance)).collect();
@@ -319,8 +319,8 @@ mod tests {
 
     const NOW: f64 = 40.0;
 
-    fn value(expiration: f64) -> Option<Stored> {
-        Some(Stored::Regular(Timed { value: "v".into(), expiration }))
+    fn value(expiration: f64) -> Option<StoredValue> {
+        Some(StoredValue::Regular(Timed { value: "v".into(), expiration }))
     }
 
     fn nobody(_: &PeerId) -> bool {
@@ -336,7 +336,7 @@ mod tests {
         let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
         assert_eq!(calls.iter().map(|c| c.contact).collect::<Vec<_>>(), expected);
         for call in &calls[1..] {
-            lookup.on_answers(call, vec![Answer { found: None, nearest: expected.clone() }]);
+            lookup.on_answers(call, vec![LookupAnswer { found: None, nearest: expected.clone() }]);
         }
         lookup.on_failure(&calls[0]);
         assert_eq!(lookup.next_call(nobody), None);
@@ -358,9 +358,9 @@ mod tests {
     fn sufficient_value_ends_the_search_for_its_key() {
         let mut lookup = lookup((0..9).map(contact).collect(), 1, 50.0, 1);
         let call = lookup.next_call(nobody).unwrap();
-        lookup.on_answers(&call, vec![Answer { found: value(49.0), nearest: vec![] }]);
+        lookup.on_answers(&call, vec![LookupAnswer { found: value(49.0), nearest: vec![] }]);
         let call = lookup.next_call(nobody).unwrap();
-        lookup.on_answers(&call, vec![Answer { found: value(50.0), nearest: vec![] }]);
+        lookup.on_answers(&call, vec![LookupAnswer { found: value(50.0), nearest: vec![] }]);
         assert_eq!(lookup.next_call(nobody), None);
         let result = lookup.finish(NOW).remove(0);
         assert_eq!((result.found, result.source), (value(50.0), Some(call.contact.node_id)));
@@ -379,7 +379,7 @@ mod tests {
         let tag = tag_of(&PeerId::random());
         let entry = |value: &'static str, expiration: f64| {
             let timed = Timed { value: value.into(), expiration };
-            Some(Stored::Dictionary(Dictionary::single(tag.clone(), timed, None)))
+            Some(StoredValue::Dictionary(Dictionary::single(tag.clone(), timed, None)))
         };
         let mut lookup = lookup((0..15).map(contact).collect(), 1, f64::INFINITY, 20);
         let calls: Vec<_> = std::iter::from_fn(|| lookup.next_call(nobody)).collect();
@@ -391,10 +391,10 @@ mod tests {
                 // One of the nearest lies, and so do all that are far.
                 _ => entry("offline", 1000.0),
             };
-            lookup.on_answers(call, vec![Answer { found, nearest: vec![] }]);
+            lookup.on_answers(call, vec![LookupAnswer { found, nearest: vec![] }]);
         }
         let found = lookup.finish(NOW).remove(0).found;
-        let Some(Stored::Dictionary(dictionary)) = found else { panic!("{found:?}") };
+        let Some(StoredValue::Dictionary(dictionary)) = found else { panic!("{found:?}") };
         assert_eq!(
             dictionary.iter().next().map(|(_, timed)| &timed.value[..]),
             Some(&b"online"[..])
@@ -418,7 +418,7 @@ mod tests {
         let tag = tag_of(&seeds[8].peer_id);
         let dictionary = |(value, expiration): (&'static str, f64), first_hand| {
             let timed = Timed { value: value.into(), expiration };
-            Stored::Dictionary(Dictionary::single(tag.clone(), timed, first_hand))
+            StoredValue::Dictionary(Dictionary::single(tag.clone(), timed, first_hand))
         };
         let known = Some(dictionary(("ours", 50.0), Some(until)));
         let wanted = Wanted { key: DhtId::of_text("key 0"), seeds, known };
@@ -428,10 +428,10 @@ mod tests {
             let far = if number == 8 { itself } else { Some(("forged", 1000.0)) };
             let said = nearest.get(number).copied().unwrap_or(far);
             let found = said.map(|said| dictionary(said, None));
-            lookup.on_answers(call, vec![Answer { found, nearest: vec![] }]);
+            lookup.on_answers(call, vec![LookupAnswer { found, nearest: vec![] }]);
         }
         let found = lookup.finish(NOW).remove(0).found;
-        let Some(Stored::Dictionary(dictionary)) = found else { panic!("{found:?}") };
+        let Some(StoredValue::Dictionary(dictionary)) = found else { panic!("{found:?}") };
         dictionary.iter().next().expect("an entry").1.value.clone()
     }
 
@@ -488,7 +488,7 @@ mod tests {
             let mut near = DhtId::of_text("key 0");
             near.0[19] ^= 255 - calls as u8;
             let fake = Contact { node_id: near, peer_id: PeerId::random() };
-            lookup.on_answers(&call, vec![Answer { found: None, nearest: vec![fake] }]);
+            lookup.on_answers(&call, vec![LookupAnswer { found: None, nearest: vec![fake] }]);
         }
         assert_eq!(calls, MAX_VISITS);
     }

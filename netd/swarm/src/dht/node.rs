@@ -16,9 +16,9 @@
 
 use super::answer;
 use super::id::DhtId;
-use super::lookup::{Answer, FindCall, KeyResult, Lookup, REPLICAS, Wanted};
+use super::lookup::{LookupAnswer, FindCall, KeyResult, Lookup, REPLICAS, Wanted};
 use super::routing::{BUCKET_SIZE, Contact, RoutingTable, Seen};
-use super::storage::{Dictionary, Item, Owner, Storage, StorageLimits, Stored, Timed};
+use super::storage::{Dictionary, Item, Owner, Storage, StorageLimits, StoredValue, Timed};
 use crate::wire::messages::{
     FindRequest, FindResponse, FindResult, NodeInfo, PingRequest, PingResponse, ResultType,
     StoreRequest, StoreResponse,
@@ -38,7 +38,7 @@ pub(super) mod welcome;
 
 use blacklist::Blacklist;
 pub use events::*;
-use renewal::Refusal;
+use renewal::RecordRefusal;
 use store::StoreRounds;
 use verify::Verifying;
 use welcome::Welcomes;
@@ -78,23 +78,23 @@ pub struct Node {
     refused_renewals: u64,
     /// When our own latest record under each key ends.
     said: HashMap<DhtId, f64>,
-    calls: HashMap<CallId, Pending>,
-    operations: HashMap<OperationId, Operation>,
+    calls: HashMap<CallId, PendingRequest>,
+    operations: HashMap<OperationId, DhtOperation>,
     call_backs: usize,
     next_call: u64,
     swept_at: f64,
-    actions: Vec<Action>,
+    actions: Vec<DhtAction>,
 }
 
 #[derive(Debug)]
-struct Pending {
+struct PendingRequest {
     peer: PeerId,
     sent_at: f64,
-    purpose: Purpose,
+    purpose: LookupPurpose,
 }
 
 #[derive(Debug)]
-enum Purpose {
+enum LookupPurpose {
     /// Nothing but the routing table depends on it.
     Background,
     CallBack {
@@ -105,7 +105,7 @@ enum Purpose {
     Find(OperationId, FindCall),
     Store(OperationId, Vec<usize>),
     /// What a node has that refused a record of our own.
-    Contest(Refusal),
+    Contest(RecordRefusal),
     /// The same record once more, with a later expiration.
     Renewal(OperationId, usize),
     /// Whether a caller is who it claims to be.
@@ -115,7 +115,7 @@ enum Purpose {
 }
 
 #[derive(Debug)]
-enum Operation {
+enum DhtOperation {
     Pinging { asked: usize, waiting: usize, answered: usize, error: Option<JoinError> },
     Looking { lookup: Lookup, goal: Goal },
     Storing(StoreRounds),
@@ -183,25 +183,25 @@ impl Node {
     }
 
     /// Takes an event that happened at `now` (Unix seconds).
-    pub fn on(&mut self, event: Event, now: f64) -> Vec<Action> {
+    pub fn on(&mut self, event: DhtEvent, now: f64) -> Vec<DhtAction> {
         match event {
-            Event::Inbound { id, from, net, request } => {
+            DhtEvent::Inbound { id, from, net, request } => {
                 self.on_inbound(id, from, net, request, now);
             }
-            Event::Answered { call, response } => self.on_answered(call, response, now),
-            Event::Join { id, peers } => self.join(id, peers, now),
-            Event::Get { id, keys, latest } => {
+            DhtEvent::Answered { call, response } => self.on_answered(call, response, now),
+            DhtEvent::Join { id, peers } => self.join(id, peers, now),
+            DhtEvent::Get { id, keys, latest } => {
                 let sufficient = if latest { f64::INFINITY } else { now };
                 self.look(id, keys, sufficient, Goal::Get, now);
             }
-            Event::Store { id, items } => {
+            DhtEvent::Store { id, items } => {
                 self.note_own(&items, now);
                 let mut keys: Vec<_> = items.iter().map(|(key, _)| *key).collect();
                 keys.sort_unstable();
                 keys.dedup();
                 self.look(id, keys, f64::INFINITY, Goal::Store(items), now);
             }
-            Event::Tick => self.tick(now),
+            DhtEvent::Tick => self.tick(now),
         }
         std::mem::take(&mut self.actions)
     }
@@ -219,19 +219,19 @@ impl Node {
 
     // Requests of others.
 
-    fn on_inbound(&mut self, id: InboundId, from: PeerId, net: Net, request: Request, now: f64) {
+    fn on_inbound(&mut self, id: InboundId, from: PeerId, net: Net, request: DhtRequest, now: f64) {
         let info = match &request {
-            Request::Ping(request) => &request.peer,
-            Request::Store(request) => &request.peer,
-            Request::Find(request) => &request.peer,
+            DhtRequest::Ping(request) => &request.peer,
+            DhtRequest::Store(request) => &request.peer,
+            DhtRequest::Find(request) => &request.peer,
         };
         let caller = info.as_ref().and_then(|info| DhtId::from_wire(&info.node_id));
         let response = match request {
-            Request::Ping(request) => match caller {
+            DhtRequest::Ping(request) => match caller {
                 Some(claimed) if request.validate => return self.call_back(id, from, claimed, now),
                 _ => Ok(self.pong(false, now)),
             },
-            Request::Store(request) => {
+            DhtRequest::Store(request) => {
                 let owner = Owner::peer(from, net);
                 let stored =
                     answer::store(&owner, &request, &mut self.storage, &mut self.cache, now);
@@ -240,7 +240,7 @@ impl Node {
                     Response::Store(StoreResponse { auth: None, store_ok, peer })
                 })
             }
-            Request::Find(request) => {
+            DhtRequest::Find(request) => {
                 let stores = [&self.storage, &self.cache];
                 answer::find(&request, caller.as_ref(), &self.table, stores, now).map(|results| {
                     Response::Find(FindResponse {
@@ -251,7 +251,7 @@ impl Node {
                 })
             }
         };
-        self.actions.push(Action::Reply { id, response });
+        self.actions.push(DhtAction::Reply { id, response });
         if let Some(node_id) = caller {
             self.called_by(Contact { node_id, peer_id: from }, net, now);
         }
@@ -269,10 +269,10 @@ impl Node {
     fn call_back(&mut self, id: InboundId, from: PeerId, claimed: DhtId, now: f64) {
         if self.call_backs >= MAX_CALL_BACKS {
             let response = Ok(self.pong(false, now));
-            return self.actions.push(Action::Reply { id, response });
+            return self.actions.push(DhtAction::Reply { id, response });
         }
         self.call_backs += 1;
-        self.ping(from, false, Purpose::CallBack { id, claimed }, now);
+        self.ping(from, false, LookupPurpose::CallBack { id, claimed }, now);
     }
 
     // Answers to our calls.
@@ -303,18 +303,18 @@ impl Node {
             (Some(_), _) => {}
         }
         match pending.purpose {
-            Purpose::Background => {}
-            Purpose::CallBack { id, claimed } => {
+            LookupPurpose::Background => {}
+            LookupPurpose::CallBack { id, claimed } => {
                 self.call_backs = self.call_backs.saturating_sub(1);
                 let response = Ok(self.pong(node_id == Some(claimed), now));
-                self.actions.push(Action::Reply { id, response });
+                self.actions.push(DhtAction::Reply { id, response });
             }
-            Purpose::Join(id) => self.on_join_answer(id, peer, pending.sent_at, response, now),
-            Purpose::Find(id, call) => self.on_find_answer(id, peer, &call, response, now),
-            Purpose::Store(id, items) => self.on_store_answer(id, peer, &items, response, now),
-            Purpose::Contest(refusal) => self.on_contest_answer(peer, refusal, response, now),
-            Purpose::Renewal(id, index) => self.on_renewal_answer(id, index, response, now),
-            Purpose::Verify { claimed } => self.verified(peer, node_id == Some(claimed), now),
+            LookupPurpose::Join(id) => self.on_join_answer(id, peer, pending.sent_at, response, now),
+            LookupPurpose::Find(id, call) => self.on_find_answer(id, peer, &call, response, now),
+            LookupPurpose::Store(id, items) => self.on_store_answer(id, peer, &items, response, now),
+            LookupPurpose::Contest(refusal) => self.on_contest_answer(peer, refusal, response, now),
+            LookupPurpose::Renewal(id, index) => self.on_renewal_answer(id, index, response, now),
+            LookupPurpose::Verify { claimed } => self.verified(peer, node_id == Some(claimed), now),
         }
     }
 
@@ -322,34 +322,34 @@ impl Node {
     fn met(&mut self, contact: Contact, now: f64) -> bool {
         let is_new = !self.table.contains(&contact) && contact.node_id != self.config.own.node_id;
         if let Seen::Full(Some(old)) = self.table.seen(contact) {
-            self.ping(old.peer_id, false, Purpose::Background, now);
+            self.ping(old.peer_id, false, LookupPurpose::Background, now);
         }
         is_new
     }
 
-    fn ping(&mut self, peer: PeerId, validate: bool, purpose: Purpose, now: f64) {
+    fn ping(&mut self, peer: PeerId, validate: bool, purpose: LookupPurpose, now: f64) {
         let request = PingRequest { auth: None, peer: Some(self.node_info()), validate };
-        self.call(peer, Request::Ping(request), purpose, now);
+        self.call(peer, DhtRequest::Ping(request), purpose, now);
     }
 
-    fn call(&mut self, peer: PeerId, request: Request, purpose: Purpose, now: f64) {
+    fn call(&mut self, peer: PeerId, request: DhtRequest, purpose: LookupPurpose, now: f64) {
         let call = CallId(self.next_call);
         self.next_call += 1;
-        self.calls.insert(call, Pending { peer, sent_at: now, purpose });
-        self.actions.push(Action::Call { call, peer, request });
+        self.calls.insert(call, PendingRequest { peer, sent_at: now, purpose });
+        self.actions.push(DhtAction::Call { call, peer, request });
     }
 
     // Joining.
 
     fn join(&mut self, id: OperationId, peers: Vec<PeerId>, now: f64) {
         if peers.is_empty() {
-            return self.actions.push(Action::Joined { id, result: Ok(()) });
+            return self.actions.push(DhtAction::Joined { id, result: Ok(()) });
         }
         let asked = peers.len();
-        let operation = Operation::Pinging { asked, waiting: asked, answered: 0, error: None };
+        let operation = DhtOperation::Pinging { asked, waiting: asked, answered: 0, error: None };
         self.operations.insert(id, operation);
         for peer in peers {
-            self.ping(peer, !self.config.client_mode, Purpose::Join(id), now);
+            self.ping(peer, !self.config.client_mode, LookupPurpose::Join(id), now);
         }
     }
 
@@ -362,7 +362,7 @@ impl Node {
         now: f64,
     ) {
         let demands_call_back = self.config.strict && !self.config.client_mode;
-        let Some(Operation::Pinging { asked, waiting, answered, error }) =
+        let Some(DhtOperation::Pinging { asked, waiting, answered, error }) =
             self.operations.get_mut(&id)
         else {
             return;
@@ -383,7 +383,7 @@ impl Node {
         let failure = error.take().or((*answered == 0).then_some(JoinError::NoAnswer(*asked)));
         self.operations.remove(&id);
         match failure {
-            Some(error) => self.actions.push(Action::Joined { id, result: Err(error) }),
+            Some(error) => self.actions.push(DhtAction::Joined { id, result: Err(error) }),
             None => self.look(id, vec![self.config.own.node_id], f64::INFINITY, Goal::Join, now),
         }
     }
@@ -401,14 +401,14 @@ impl Node {
         };
         let wanted = keys.into_iter().map(wanted).collect();
         let lookup = Lookup::new(self.config.own, wanted, sufficient, self.config.workers);
-        self.operations.insert(id, Operation::Looking { lookup, goal });
+        self.operations.insert(id, DhtOperation::Looking { lookup, goal });
         self.advance(id, now);
     }
 
     /// Makes the calls that a lookup allows, and ends it when nothing is left.
     fn advance(&mut self, id: OperationId, now: f64) {
         loop {
-            let Some(Operation::Looking { lookup, .. }) = self.operations.get_mut(&id) else {
+            let Some(DhtOperation::Looking { lookup, .. }) = self.operations.get_mut(&id) else {
                 return;
             };
             let Some(call) = lookup.next_call(|peer| self.blacklist.contains(peer, now)) else {
@@ -417,10 +417,10 @@ impl Node {
             let keys =
                 lookup.keys(&call).iter().map(|key| Bytes::copy_from_slice(&key.0)).collect();
             let request = FindRequest { auth: None, keys, peer: Some(self.node_info()) };
-            self.call(call.contact.peer_id, Request::Find(request), Purpose::Find(id, call), now);
+            self.call(call.contact.peer_id, DhtRequest::Find(request), LookupPurpose::Find(id, call), now);
         }
-        let idle = matches!(self.operations.get(&id), Some(Operation::Looking { lookup, .. }) if lookup.is_idle());
-        if idle && let Some(Operation::Looking { lookup, goal }) = self.operations.remove(&id) {
+        let idle = matches!(self.operations.get(&id), Some(DhtOperation::Looking { lookup, .. }) if lookup.is_idle());
+        if idle && let Some(DhtOperation::Looking { lookup, goal }) = self.operations.remove(&id) {
             self.looked(id, lookup.finish(now), goal, now);
         }
     }
@@ -443,7 +443,7 @@ impl Node {
             Some(_) => self.blacklist.succeeded(&peer),
             None => self.blacklist.failed(peer, now),
         }
-        if let Some(Operation::Looking { lookup, .. }) = self.operations.get_mut(&id) {
+        if let Some(DhtOperation::Looking { lookup, .. }) = self.operations.get_mut(&id) {
             match results {
                 Some(results) => {
                     lookup.on_answers(call, results.into_iter().map(parse_result).collect())
@@ -456,19 +456,19 @@ impl Node {
 
     fn looked(&mut self, id: OperationId, results: Vec<KeyResult>, goal: Goal, now: f64) {
         match goal {
-            Goal::Join => self.actions.push(Action::Joined { id, result: Ok(()) }),
+            Goal::Join => self.actions.push(DhtAction::Joined { id, result: Ok(()) }),
             Goal::Get => {
                 results.iter().for_each(|result| self.cache_result(result, now));
                 let live = |result: KeyResult| {
                     (result.key, result.found.and_then(|found| found.live(now)))
                 };
                 self.actions
-                    .push(Action::Found { id, found: results.into_iter().map(live).collect() });
+                    .push(DhtAction::Found { id, found: results.into_iter().map(live).collect() });
             }
             Goal::Store(items) => {
                 let own = (!self.config.client_mode).then_some(self.config.own);
                 self.operations
-                    .insert(id, Operation::Storing(StoreRounds::new(items, &results, own)));
+                    .insert(id, DhtOperation::Storing(StoreRounds::new(items, &results, own)));
                 self.advance_store(id, now);
             }
         }
@@ -488,7 +488,7 @@ impl Node {
             result.nearest.iter().find(|contact| Some(contact.node_id) != result.source)
         {
             for request in self.store_requests(vec![(0, result.key, item.clone())], true) {
-                self.call(nearest.peer_id, Request::Store(request.0), Purpose::Background, now);
+                self.call(nearest.peer_id, DhtRequest::Store(request.0), LookupPurpose::Background, now);
             }
         }
         self.cache.store_for(&Owner::copies(self.config.own.peer_id), result.key, item, now);
@@ -505,14 +505,14 @@ fn clock_skew(dht_time: f64, sent_at: f64, now: f64) -> f64 {
     }
 }
 
-fn parse_result(result: FindResult) -> Answer {
+fn parse_result(result: FindResult) -> LookupAnswer {
     let timed = || Timed { value: result.value.clone(), expiration: result.expiration_time };
     let found = match result.r#type() {
         ResultType::NotFound => None,
         ResultType::FoundRegular => {
-            result.expiration_time.is_finite().then(|| Stored::Regular(timed()))
+            result.expiration_time.is_finite().then(|| StoredValue::Regular(timed()))
         }
-        ResultType::FoundDictionary => Dictionary::decode(&result.value).map(Stored::Dictionary),
+        ResultType::FoundDictionary => Dictionary::decode(&result.value).map(StoredValue::Dictionary),
     };
     let pairs = result.nearest_node_ids.iter().zip(&result.nearest_peer_ids).take(BUCKET_SIZE);
     let contact = |(node_id, peer_id): (&Bytes, &Bytes)| {
@@ -521,7 +521,7 @@ fn parse_result(result: FindResult) -> Answer {
             peer_id: PeerId::from_bytes(peer_id).ok()?,
         })
     };
-    Answer { found, nearest: pairs.filter_map(contact).collect() }
+    LookupAnswer { found, nearest: pairs.filter_map(contact).collect() }
 }
 
 #[cfg(test)]

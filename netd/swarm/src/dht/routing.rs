@@ -58,13 +58,13 @@ struct Bucket {
     lower: DhtId,
     depth: usize,
     /// Least recently seen first.
-    members: Vec<Member>,
+    members: Vec<BucketMember>,
     /// Least recently seen first.
     replacements: Vec<Contact>,
 }
 
 #[derive(Debug)]
-struct Member {
+struct BucketMember {
     contact: Contact,
     ping_requested: bool,
 }
@@ -150,7 +150,7 @@ impl RoutingTable {
         while let Some(replacement) = bucket.replacements.pop() {
             if let Entry::Vacant(vacant) = self.by_peer.entry(replacement.peer_id) {
                 vacant.insert(replacement.node_id);
-                bucket.members.push(Member { contact: replacement, ping_requested: false });
+                bucket.members.push(BucketMember { contact: replacement, ping_requested: false });
                 break;
             }
         }
@@ -187,7 +187,7 @@ impl Bucket {
             None if self.members.len() < BUCKET_SIZE => None,
             None => return None,
         };
-        self.members.push(Member { contact, ping_requested: false });
+        self.members.push(BucketMember { contact, ping_requested: false });
         Some(displaced)
     }
 

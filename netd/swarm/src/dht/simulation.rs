@@ -3,10 +3,10 @@
 
 use super::id::DhtId;
 use super::node::{
-    Action, CallId, Event, InboundId, JoinError, Node, NodeConfig, OperationId, Request,
+    DhtAction, CallId, DhtEvent, InboundId, JoinError, Node, NodeConfig, OperationId, DhtRequest,
 };
 use super::routing::Contact;
-use super::storage::{Item, StorageLimits, Stored, Timed};
+use super::storage::{Item, StorageLimits, StoredValue, Timed};
 use crate::wire::msgpack::Value;
 use p2p::Net;
 use p2p::PeerId;
@@ -22,12 +22,12 @@ const CALL_TIMEOUT_S: f64 = 3.0;
 /// The reply of a call that runs forever would be a bug: no operation takes this long.
 const DEADLINE_S: f64 = 600.0;
 
-struct Swarm {
+struct SimulatedSwarm {
     nodes: Vec<Option<Node>>,
     peers: Vec<PeerId>,
     index: HashMap<PeerId, usize>,
     /// Events to come, by time in microseconds and order of creation.
-    queue: BTreeMap<(u64, u64), (usize, Event)>,
+    queue: BTreeMap<(u64, u64), (usize, DhtEvent)>,
     inbound: HashMap<u64, (usize, CallId)>,
     /// Requests of each node, and those that came to it.
     sent: Vec<u64>,
@@ -40,7 +40,7 @@ struct Swarm {
     constant_us: Option<u64>,
     calls: usize,
     finds: usize,
-    results: HashMap<u64, Outcome>,
+    results: HashMap<u64, SearchOutcome>,
     /// Where nodes are; [`Net::Unknown`] unless it is said.
     nets: HashMap<usize, Net>,
     limits: StorageLimits,
@@ -50,13 +50,13 @@ struct Swarm {
 }
 
 #[derive(Debug)]
-enum Outcome {
+enum SearchOutcome {
     Joined(Result<(), JoinError>),
-    Found(Vec<(DhtId, Option<Stored>)>),
+    Found(Vec<(DhtId, Option<StoredValue>)>),
     Stored(Vec<usize>),
 }
 
-impl Swarm {
+impl SimulatedSwarm {
     fn new() -> Self {
         Self {
             nodes: Vec::new(),
@@ -107,7 +107,7 @@ impl Swarm {
         10_000 + self.serial().wrapping_mul(0x9e37_79b9_7f4a_7c15) % 80_000
     }
 
-    fn push(&mut self, delay_us: u64, node: usize, event: Event) -> (u64, u64) {
+    fn push(&mut self, delay_us: u64, node: usize, event: DhtEvent) -> (u64, u64) {
         let key = (self.now_us + delay_us, self.serial());
         self.queue.insert(key, (node, event));
         key
@@ -127,8 +127,8 @@ impl Swarm {
     ) -> Result<usize, JoinError> {
         let number = self.place(node_id, client_mode);
         let peers = through.map(|other| self.peer(other)).into_iter().collect();
-        match self.run(number, |id| Event::Join { id, peers }) {
-            Outcome::Joined(result) => result.map(|()| number),
+        match self.run(number, |id| DhtEvent::Join { id, peers }) {
+            SearchOutcome::Joined(result) => result.map(|()| number),
             other => panic!("{other:?}"),
         }
     }
@@ -162,7 +162,7 @@ impl Swarm {
     }
 
     /// Starts an operation at a node and runs the swarm until it ends.
-    fn run(&mut self, node: usize, event: impl FnOnce(OperationId) -> Event) -> Outcome {
+    fn run(&mut self, node: usize, event: impl FnOnce(OperationId) -> DhtEvent) -> SearchOutcome {
         let id = self.serial();
         self.deliver(node, event(OperationId(id)));
         let deadline = self.now_us + (DEADLINE_S * 1e6) as u64;
@@ -184,11 +184,11 @@ impl Swarm {
             self.deliver(node, event);
         }
         self.now_us = until;
-        (0..self.nodes.len()).for_each(|node| self.deliver(node, Event::Tick));
+        (0..self.nodes.len()).for_each(|node| self.deliver(node, DhtEvent::Tick));
     }
 
-    fn deliver(&mut self, node: usize, event: Event) {
-        if let Event::Answered { call, .. } = &event
+    fn deliver(&mut self, node: usize, event: DhtEvent) {
+        if let DhtEvent::Answered { call, .. } = &event
             && let Some(timeout) = self.open.remove(&(node, *call))
         {
             self.queue.remove(&timeout);
@@ -203,16 +203,16 @@ impl Swarm {
         }
     }
 
-    fn act(&mut self, node: usize, action: Action) {
+    fn act(&mut self, node: usize, action: DhtAction) {
         match action {
-            Action::Call { call, peer, request } => {
+            DhtAction::Call { call, peer, request } => {
                 self.calls += 1;
                 self.sent[node] += 1;
-                self.finds += usize::from(matches!(request, Request::Find(_)));
+                self.finds += usize::from(matches!(request, DhtRequest::Find(_)));
                 let timeout = self.push(
                     (CALL_TIMEOUT_S * 1e6) as u64,
                     node,
-                    Event::Answered { call, response: None },
+                    DhtEvent::Answered { call, response: None },
                 );
                 self.open.insert((node, call), timeout);
                 let Some(&callee) = self.index.get(&peer) else {
@@ -224,37 +224,37 @@ impl Swarm {
                 let delay = self.latency_us();
                 let net = self.nets.get(&node).copied().unwrap_or(Net::Unknown);
                 self.received[callee] += 1;
-                self.push(delay, callee, Event::Inbound { id: InboundId(id), from, net, request });
+                self.push(delay, callee, DhtEvent::Inbound { id: InboundId(id), from, net, request });
             }
-            Action::Reply { id, response } => {
+            DhtAction::Reply { id, response } => {
                 let Some((caller, call)) = self.inbound.remove(&id.0) else {
                     return;
                 };
                 let delay = self.latency_us();
                 if self.open.contains_key(&(caller, call)) {
-                    self.push(delay, caller, Event::Answered { call, response: response.ok() });
+                    self.push(delay, caller, DhtEvent::Answered { call, response: response.ok() });
                 }
             }
-            Action::Joined { id, result } => {
-                drop(self.results.insert(id.0, Outcome::Joined(result)))
+            DhtAction::Joined { id, result } => {
+                drop(self.results.insert(id.0, SearchOutcome::Joined(result)))
             }
-            Action::Found { id, found } => drop(self.results.insert(id.0, Outcome::Found(found))),
-            Action::Stored { id, accepted } => {
-                drop(self.results.insert(id.0, Outcome::Stored(accepted)))
+            DhtAction::Found { id, found } => drop(self.results.insert(id.0, SearchOutcome::Found(found))),
+            DhtAction::Stored { id, accepted } => {
+                drop(self.results.insert(id.0, SearchOutcome::Stored(accepted)))
             }
         }
     }
 
     fn store(&mut self, node: usize, items: Vec<(DhtId, Item)>) -> Vec<usize> {
-        match self.run(node, |id| Event::Store { id, items }) {
-            Outcome::Stored(accepted) => accepted,
+        match self.run(node, |id| DhtEvent::Store { id, items }) {
+            SearchOutcome::Stored(accepted) => accepted,
             other => panic!("{other:?}"),
         }
     }
 
     fn get(&mut self, node: usize, keys: &[DhtId]) -> Vec<Vec<(String, String)>> {
-        match self.run(node, |id| Event::Get { id, keys: keys.to_vec(), latest: true }) {
-            Outcome::Found(found) => {
+        match self.run(node, |id| DhtEvent::Get { id, keys: keys.to_vec(), latest: true }) {
+            SearchOutcome::Found(found) => {
                 assert!(found.iter().map(|(key, _)| key).eq(keys));
                 found.into_iter().map(|(_, stored)| stored.map(texts).unwrap_or_default()).collect()
             }
@@ -270,15 +270,15 @@ fn peer_of(node_id: &DhtId) -> PeerId {
     PeerId::from_bytes(&multihash).expect("a sha2-256 multihash")
 }
 
-fn texts(stored: Stored) -> Vec<(String, String)> {
+fn texts(stored: StoredValue) -> Vec<(String, String)> {
     let text = |bytes: &[u8]| {
         String::from_utf8_lossy(bytes)
             .trim_start_matches(|c: char| !c.is_ascii_alphanumeric())
             .to_owned()
     };
     match stored {
-        Stored::Regular(timed) => vec![(String::new(), text(&timed.value))],
-        Stored::Dictionary(dictionary) => {
+        StoredValue::Regular(timed) => vec![(String::new(), text(&timed.value))],
+        StoredValue::Dictionary(dictionary) => {
             dictionary.iter().map(|(tag, timed)| (text(tag), text(&timed.value))).collect()
         }
     }
@@ -299,7 +299,7 @@ fn keys(count: usize) -> Vec<DhtId> {
 
 #[test]
 fn records_of_many_servers_are_found_whole_from_everywhere() {
-    let mut swarm = Swarm::of(100);
+    let mut swarm = SimulatedSwarm::of(100);
     let expiration = swarm.now() + 1000.0;
     for server in 0..4 {
         let name = format!("server{server}");
@@ -320,7 +320,7 @@ fn records_of_many_servers_are_found_whole_from_everywhere() {
 
 #[test]
 fn clients_read_and_write_but_stay_unknown() {
-    let mut swarm = Swarm::of(30);
+    let mut swarm = SimulatedSwarm::of(30);
     let client = swarm.add(true, Some(4)).unwrap();
     let expiration = swarm.now() + 100.0;
     swarm.store(client, vec![entry("model.0", "me", "here", expiration)]);
@@ -332,7 +332,7 @@ fn clients_read_and_write_but_stay_unknown() {
 
 #[test]
 fn newer_record_of_a_server_wins_and_older_copies_do_not_come_back() {
-    let mut swarm = Swarm::of(60);
+    let mut swarm = SimulatedSwarm::of(60);
     let now = swarm.now();
     swarm.store(1, vec![entry("model.0", "s", "joining", now + 100.0)]);
     swarm.store(1, vec![entry("model.0", "s", "online", now + 101.0)]);
@@ -344,7 +344,7 @@ fn newer_record_of_a_server_wins_and_older_copies_do_not_come_back() {
 
 #[test]
 fn records_end_when_they_expire() {
-    let mut swarm = Swarm::of(40);
+    let mut swarm = SimulatedSwarm::of(40);
     let now = swarm.now();
     swarm.store(
         1,
@@ -363,7 +363,7 @@ fn records_end_when_they_expire() {
 
 #[test]
 fn records_survive_the_loss_of_nodes() {
-    let mut swarm = Swarm::of(100);
+    let mut swarm = SimulatedSwarm::of(100);
     let expiration = swarm.now() + 5000.0;
     swarm.store(0, (0..20).map(|n| entry(&block(n), "s", "v", expiration)).collect());
     // A third of the swarm dies at once, without a word.
@@ -382,7 +382,7 @@ fn records_survive_the_loss_of_nodes() {
 
 #[test]
 fn newcomers_receive_the_records_they_are_nearest_to() {
-    let mut swarm = Swarm::of(10);
+    let mut swarm = SimulatedSwarm::of(10);
     let expiration = swarm.now() + 5000.0;
     swarm.store(0, (0..40).map(|n| entry(&block(n), "s", "v", expiration)).collect());
     (10..40).for_each(|n| {
@@ -409,7 +409,7 @@ fn newcomers_receive_the_records_they_are_nearest_to() {
 
 #[test]
 fn lookups_cost_about_a_beam_even_in_a_large_swarm() {
-    let mut swarm = Swarm::of(200);
+    let mut swarm = SimulatedSwarm::of(200);
     let expiration = swarm.now() + 1000.0;
     swarm.store(7, vec![entry("model.0", "s", "v", expiration)]);
     let (before, start_us) = (swarm.finds, swarm.now_us);
@@ -425,7 +425,7 @@ fn lookups_cost_about_a_beam_even_in_a_large_swarm() {
 
 #[test]
 fn joining_through_a_dead_peer_says_so() {
-    let mut swarm = Swarm::of(3);
+    let mut swarm = SimulatedSwarm::of(3);
     swarm.nodes[1] = None;
     assert_eq!(swarm.add(false, Some(1)), Err(JoinError::NoAnswer(1)));
     assert!(swarm.calls > 0);
@@ -438,7 +438,7 @@ fn two_hundred_nodes_find_every_record_in_no_more_hops_than_hivemind() {
     let golden: serde_json::Value =
         serde_json::from_str(include_str!("testdata/hops.json")).expect("json");
     let figure = |of: &str, name: &str| golden[of][name].as_f64().expect("a number");
-    let mut swarm = Swarm::of(200);
+    let mut swarm = SimulatedSwarm::of(200);
     let (one_way_us, expiration) = (10_000, swarm.now() + 100_000.0);
     let names = ["a", "b", "c", "d", "e"];
     for (number, name) in names.iter().enumerate() {

@@ -27,7 +27,7 @@ mod ledger;
 mod values;
 
 use ledger::{Account, Ledger};
-pub use values::{DICTIONARY_TAG, Dictionary, Item, REGULAR_TAG, Stored, Timed};
+pub use values::{DICTIONARY_TAG, Dictionary, Item, REGULAR_TAG, StoredValue, Timed};
 
 /// Bounds of one store.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,7 +103,7 @@ impl Owner {
 pub struct Storage {
     limits: StorageLimits,
     own: Owner,
-    items: HashMap<DhtId, Stored>,
+    items: HashMap<DhtId, StoredValue>,
     ledger: Ledger,
     refused: u64,
     evicted: u64,
@@ -161,7 +161,7 @@ impl Storage {
 
     /// What is alive under a key.
     #[must_use]
-    pub fn find(&self, key: &DhtId, now: f64) -> Option<Stored> {
+    pub fn find(&self, key: &DhtId, now: f64) -> Option<StoredValue> {
         self.items.get(key)?.clone().live(now)
     }
 
@@ -246,9 +246,9 @@ impl Storage {
     fn is_newer(&self, key: &DhtId, tag: Option<&Bytes>, timed: &Timed, first_hand: bool) -> bool {
         match (self.items.get(key), tag) {
             (None, _) => true,
-            (Some(Stored::Regular(old)), _) => first_hand || old.expiration < timed.expiration,
-            (Some(Stored::Dictionary(old)), Some(tag)) => old.accepts(tag, timed, first_hand),
-            (Some(Stored::Dictionary(old)), None) => {
+            (Some(StoredValue::Regular(old)), _) => first_hand || old.expiration < timed.expiration,
+            (Some(StoredValue::Dictionary(old)), Some(tag)) => old.accepts(tag, timed, first_hand),
+            (Some(StoredValue::Dictionary(old)), None) => {
                 !old.has_first_hand() && old.latest < timed.expiration
             }
         }
@@ -276,7 +276,7 @@ impl Storage {
         first_hand: bool,
         bytes: usize,
     ) -> bool {
-        if let (Some(Stored::Dictionary(dictionary)), Some(tag)) = (self.items.get(key), tag)
+        if let (Some(StoredValue::Dictionary(dictionary)), Some(tag)) = (self.items.get(key), tag)
             && !dictionary.entries.contains_key(tag)
             && dictionary.entries.len() >= self.limits.max_subkeys
         {
@@ -312,17 +312,17 @@ impl Storage {
 
     fn put(&mut self, key: DhtId, tag: Option<Bytes>, timed: Timed, first_hand: Option<f64>) {
         match (self.items.get_mut(&key), tag) {
-            (Some(Stored::Dictionary(dictionary)), Some(tag)) => {
+            (Some(StoredValue::Dictionary(dictionary)), Some(tag)) => {
                 dictionary.merge_entry(tag, timed, first_hand);
             }
             (_, tag) => {
                 let new = match tag {
-                    None => Stored::Regular(timed),
-                    Some(tag) => Stored::Dictionary(Dictionary::single(tag, timed, first_hand)),
+                    None => StoredValue::Regular(timed),
+                    Some(tag) => StoredValue::Dictionary(Dictionary::single(tag, timed, first_hand)),
                 };
                 match self.items.insert(key, new) {
-                    Some(Stored::Regular(_)) => self.ledger.release(&key, &Bytes::new()),
-                    Some(Stored::Dictionary(old)) => {
+                    Some(StoredValue::Regular(_)) => self.ledger.release(&key, &Bytes::new()),
+                    Some(StoredValue::Dictionary(old)) => {
                         old.entries.keys().for_each(|tag| self.ledger.release(&key, tag));
                     }
                     None => {}
@@ -335,8 +335,8 @@ impl Storage {
     fn remove(&mut self, key: &DhtId, tag: &Bytes) {
         self.ledger.release(key, tag);
         let any_left = match self.items.get_mut(key) {
-            Some(Stored::Dictionary(dictionary)) => dictionary.remove(tag),
-            Some(Stored::Regular(_)) | None => false,
+            Some(StoredValue::Dictionary(dictionary)) => dictionary.remove(tag),
+            Some(StoredValue::Regular(_)) | None => false,
         };
         if !any_left {
             self.items.remove(key);

@@ -122,7 +122,7 @@ impl ServerInfo {
                 "a tuple whose third element has other text keys than state and throughput",
             ));
         }
-        Self::from_parts(state, throughput, &Fields(extra))
+        Self::from_parts(state, throughput, &RecordFields(extra))
     }
 
     /// The bytes that Petals publishes for the same content.
@@ -160,7 +160,7 @@ impl ServerInfo {
     fn from_parts(
         state: &Value,
         throughput: &Value,
-        extra: &Fields<'_>,
+        extra: &RecordFields<'_>,
     ) -> Result<Self, RecordError> {
         Ok(Self {
             state: server_state(state)?,
@@ -205,7 +205,7 @@ impl ModelInfo {
         if num_blocks == 0 {
             return Err(bad("num_blocks", "at least 1", &Value::Int(0)));
         }
-        Ok(Self { num_blocks, repository: Fields(&value).optional("repository", text)? })
+        Ok(Self { num_blocks, repository: RecordFields(&value).optional("repository", text)? })
     }
 
     /// The bytes that Petals publishes for the same content.
@@ -220,9 +220,9 @@ impl ModelInfo {
 }
 
 /// Optional fields of a map.
-struct Fields<'a>(&'a Value);
+struct RecordFields<'a>(&'a Value);
 
-impl Fields<'_> {
+impl RecordFields<'_> {
     fn optional<T>(
         &self,
         key: &'static str,

@@ -95,7 +95,7 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
             other => panic!("{other:?}"),
         }
     };
-    let link = Link::of_system();
+    let link = NetworkLink::of_system();
     let rate =
         |bits_per_s, source| NetworkRate::of(None, Some(NetworkRate { bits_per_s, source }), &link);
     let says = |text: String, rate: NetworkRate| {

@@ -107,19 +107,19 @@ fn report() -> InstanceReport {
     }
 }
 
-fn view(report: InstanceReport) -> View {
-    let mut view = View::default();
+fn view(report: InstanceReport) -> TopState {
+    let mut view = TopState::default();
     let live = LiveInstance { name: report.instance.clone(), status_socket: PathBuf::new() };
     view.hear(Ok(vec![(live, report)]));
     view
 }
 
-fn press(view: &mut View, code: KeyCode) {
+fn press(view: &mut TopState, code: KeyCode) {
     view.key(KeyEvent::new(code, KeyModifiers::NONE));
 }
 
 /// The screen of a view, one text per line.
-fn screen(view: &View, width: u16, height: u16) -> (Vec<String>, Buffer) {
+fn screen(view: &TopState, width: u16, height: u16) -> (Vec<String>, Buffer) {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(frame, view)).unwrap();
     let buffer = terminal.backend().buffer().clone();
@@ -186,7 +186,7 @@ fn sessions_scroll_and_the_chosen_process_is_shown_in_full() {
 #[test]
 fn questions_help_and_silence_are_told() {
     let mut view = view(report());
-    let last = |view: &View| screen(view, 80, 24).0[23].clone();
+    let last = |view: &TopState| screen(view, 80, 24).0[23].clone();
     assert!(last(&view).contains("r restart  d drain"), "{}", last(&view));
     press(&mut view, KeyCode::Char('d'));
     assert!(
@@ -201,7 +201,7 @@ fn questions_help_and_silence_are_told() {
     press(&mut view, KeyCode::Char('?'));
     let help = screen(&view, 80, 24).0.join("\n");
     assert!(help.contains("choose a process") && help.contains("restart the chosen worker"));
-    let empty = screen(&View::default(), 80, 24).0;
+    let empty = screen(&TopState::default(), 80, 24).0;
     assert_eq!(empty[0], "no instance runs; waiting for one");
 }
 

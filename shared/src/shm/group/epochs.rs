@@ -24,7 +24,7 @@ use std::sync::Arc;
 use super::GroupError;
 use super::layout::{PARITIES, rank_id};
 use super::map::GroupMap;
-use super::wait::{Purpose, WaitPolicy, Waiter};
+use super::wait::{SleepPurpose, WaitPolicy, Waiter};
 use crate::shm::sync::Ordering;
 
 /// The exchanges of one rank.
@@ -39,7 +39,7 @@ pub(super) struct Epochs {
 
 impl Epochs {
     pub(super) fn new(map: &Arc<GroupMap>, policy: WaitPolicy) -> io::Result<Epochs> {
-        let waiter = Waiter::new(map, Purpose::Exchange, policy)?;
+        let waiter = Waiter::new(map, SleepPurpose::Exchange, policy)?;
         Ok(Epochs { waiter, epoch: 0, operation: 0 })
     }
 

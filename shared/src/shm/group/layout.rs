@@ -43,8 +43,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::GroupInit;
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
-use crate::shm::layout::Line;
-use crate::shm::sync::{AtomicU64, Claim, Ordering};
+use crate::shm::layout::WordLine;
+use crate::shm::sync::{AtomicU64, UseClaim, Ordering};
 
 /// First word of a group's segment: `SEPALGRP`, big-endian.
 #[cfg(not(loom))]
@@ -225,7 +225,7 @@ pub struct Sleep {
 pub struct RankShared {
     pub(super) published: Published,
     pub(super) sleep: Sleep,
-    pub(super) log_cursor: Line,
+    pub(super) log_cursor: WordLine,
 }
 
 /// Everything before the exchange buffers.
@@ -234,8 +234,8 @@ pub struct RankShared {
 pub struct Control {
     #[cfg(not(loom))]
     pub(super) header: GroupHeader,
-    pub(super) aborted: Line,
-    pub(super) log_tail: Line,
+    pub(super) aborted: WordLine,
+    pub(super) log_tail: WordLine,
     pub(super) ranks: [RankShared; MAX_RANKS],
 }
 
@@ -253,7 +253,7 @@ impl Control {
 pub struct LogWord {
     pub(super) value: AtomicU64,
     /// No bytes, but in loom's models.
-    pub(super) claim: Claim,
+    pub(super) claim: UseClaim,
 }
 
 #[cfg(loom)]
@@ -261,7 +261,7 @@ impl Control {
     /// The control words of a fresh group outside any segment, for models.
     pub(super) fn new() -> Control {
         let word = || AtomicU64::new(0);
-        let line = || Line { value: word() };
+        let line = || WordLine { value: word() };
         let rank = |_| RankShared {
             published: Published { epoch: word(), operations: [word(), word()] },
             sleep: Sleep { exchange: word(), log: word(), waits_for: word(), misled: word() },

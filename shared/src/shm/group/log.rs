@@ -27,7 +27,7 @@ use std::time::Duration;
 use super::GroupError;
 use super::layout::{LogWord, WORD_BYTES, rank_id};
 use super::map::GroupMap;
-use super::wait::{Purpose, WaitPolicy, Waiter};
+use super::wait::{SleepPurpose, WaitPolicy, Waiter};
 #[cfg(not(loom))]
 use crate::shm::doorbell::Doorbell;
 use crate::shm::ring::Armed;
@@ -55,7 +55,7 @@ impl PlanWriter {
     /// When this process is not rank 0, or is out of descriptors.
     pub fn new(map: &Arc<GroupMap>, policy: WaitPolicy) -> io::Result<PlanWriter> {
         check_side(map.rank() == LEADER, "rank 0 alone publishes plans")?;
-        Ok(PlanWriter { waiter: Waiter::new(map, Purpose::Log, policy)?, tail: 0 })
+        Ok(PlanWriter { waiter: Waiter::new(map, SleepPurpose::Log, policy)?, tail: 0 })
     }
 
     /// Appends `record`, once the slowest follower has left enough of the log free, and wakes the
@@ -188,7 +188,7 @@ impl PlanReader {
     /// When this process is rank 0, or is out of descriptors.
     pub fn new(map: &Arc<GroupMap>, policy: WaitPolicy) -> io::Result<PlanReader> {
         check_side(map.rank() != LEADER, "rank 0 follows no plans")?;
-        Ok(PlanReader { waiter: Waiter::new(map, Purpose::Log, policy)?, read: 0, done: 0 })
+        Ok(PlanReader { waiter: Waiter::new(map, SleepPurpose::Log, policy)?, read: 0, done: 0 })
     }
 
     /// Copies the next record into `record`, which is emptied first. Waits for it at most for

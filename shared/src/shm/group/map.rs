@@ -58,24 +58,24 @@ pub enum GroupMapError {
 
 /// The group as the supervisor holds it: it outlives every rank, and ends all of them at once.
 #[derive(Debug)]
-pub struct Group {
-    memory: Memory,
+pub struct GroupOwner {
+    memory: GroupMemory,
     bells: Vec<Doorbell>,
 }
 
-impl Group {
+impl GroupOwner {
     /// Makes the segment and the doorbells of a group. `name` is what `/proc/PID/maps` shows.
     ///
     /// # Errors
     /// [`GroupMapError::Shape`] for a shape that no group has; [`GroupMapError::Segment`] and
     /// [`GroupMapError::Doorbell`] when the system refuses.
-    pub fn create(name: &str, shape: &GroupShape) -> Result<Group, GroupMapError> {
+    pub fn create(name: &str, shape: &GroupShape) -> Result<GroupOwner, GroupMapError> {
         shape.check()?;
         let segment = SmallSegment::create(name, shape.segment_bytes())?;
-        let memory = Memory { segment, shape: *shape };
+        let memory = GroupMemory { segment, shape: *shape };
         let bells: io::Result<Vec<Doorbell>> =
             (0..shape.world()).map(|_| Doorbell::new()).collect();
-        let group = Group { memory, bells: bells.map_err(GroupMapError::Doorbell)? };
+        let group = GroupOwner { memory, bells: bells.map_err(GroupMapError::Doorbell)? };
         group.memory.write_header();
         Ok(group)
     }
@@ -89,12 +89,12 @@ impl Group {
         shape: &GroupShape,
         segment: OwnedFd,
         bells: Vec<OwnedFd>,
-    ) -> Result<Group, GroupMapError> {
+    ) -> Result<GroupOwner, GroupMapError> {
         shape.check()?;
         let segment = SmallSegment::adopt(name, segment, shape.segment_bytes())?;
         let bells: io::Result<Vec<Doorbell>> = bells.into_iter().map(Doorbell::from_fd).collect();
-        let memory = Memory { segment, shape: *shape };
-        Ok(Group { memory, bells: bells.map_err(GroupMapError::Doorbell)? })
+        let memory = GroupMemory { segment, shape: *shape };
+        Ok(GroupOwner { memory, bells: bells.map_err(GroupMapError::Doorbell)? })
     }
 
     /// Another descriptor of the segment, for a rank.
@@ -140,7 +140,7 @@ impl Group {
 /// The mapped memory of a group, as one of its ranks holds it.
 #[derive(Debug)]
 pub struct GroupMap {
-    memory: Memory,
+    memory: GroupMemory,
     bells: Vec<Doorbell>,
     rank: usize,
 }
@@ -165,7 +165,7 @@ impl GroupMap {
             return Err(GroupMapError::BadRank { rank, doorbells: doorbells.len(), world });
         }
         let segment = SmallSegment::open("sepal-group", segment, shape.segment_bytes())?;
-        let memory = Memory { segment, shape: *shape };
+        let memory = GroupMemory { segment, shape: *shape };
         memory.check_header()?;
         let bells: io::Result<Vec<Doorbell>> =
             doorbells.into_iter().map(Doorbell::from_fd).collect();
@@ -278,12 +278,12 @@ impl GroupMap {
 
 /// A mapped segment that has the size of a checked shape.
 #[derive(Debug)]
-struct Memory {
+struct GroupMemory {
     segment: SmallSegment,
     shape: GroupShape,
 }
 
-impl Memory {
+impl GroupMemory {
     fn control(&self) -> &Control {
         // SAFETY: every shape has the bytes of `Control` first, page-aligned and mapped while
         // `self` lives; it is made of atomics alone, for which every content is valid and stores of

@@ -36,14 +36,14 @@ const LINE_VALUES: usize = 16;
 /// What an exchange is, in the upper half of the word that ranks compare; its length is the lower.
 #[derive(Clone, Copy)]
 #[repr(u64)]
-enum Operation {
+enum GroupOperation {
     SumAtOnce = 1,
     SumSegment = 2,
     CollectSegments = 3,
     Broadcast = 4,
 }
 
-impl Operation {
+impl GroupOperation {
     fn word(self, len: usize) -> u64 {
         (self as u64) << 32 | len as u64
     }
@@ -52,7 +52,7 @@ impl Operation {
 /// A rank of a group, on the thread that computes. All ranks call the same methods with the same
 /// lengths in the same order.
 #[derive(Debug)]
-pub struct Member {
+pub struct GroupMember {
     epochs: Epochs,
     world: usize,
     exchange_values: usize,
@@ -60,17 +60,17 @@ pub struct Member {
     scratch: Box<[[f32; CHUNK_VALUES]; 2]>,
 }
 
-impl Member {
+impl GroupMember {
     /// The rank of this process in the group of `map`. A process has one `Member`; a second one
     /// would take part in the same exchanges, which ends the group.
     ///
     /// # Errors
     /// When the process is out of descriptors.
-    pub fn new(map: &Arc<GroupMap>, policy: WaitPolicy) -> io::Result<Member> {
+    pub fn new(map: &Arc<GroupMap>, policy: WaitPolicy) -> io::Result<GroupMember> {
         let shape = map.shape();
         let (world, exchange_values) = (shape.world(), shape.exchange_values);
         let scratch = Box::new([[0.0; CHUNK_VALUES]; 2]);
-        Ok(Member { epochs: Epochs::new(map, policy)?, world, exchange_values, scratch })
+        Ok(GroupMember { epochs: Epochs::new(map, policy)?, world, exchange_values, scratch })
     }
 
     /// Replaces `values` by their sum over all ranks, added in the order of ranks: the same bits on
@@ -104,7 +104,7 @@ impl Member {
     pub fn broadcast(&mut self, bytes: &mut [u8]) -> Result<(), GroupError> {
         let is_source = self.epochs.rank() == 0;
         bytes.chunks_mut(self.exchange_values * size_of::<f32>()).try_for_each(|piece| {
-            self.epochs.begin(Operation::Broadcast.word(piece.len()))?;
+            self.epochs.begin(GroupOperation::Broadcast.word(piece.len()))?;
             if is_source {
                 self.epochs.write(0, piece);
                 return self.epochs.publish();
@@ -117,7 +117,7 @@ impl Member {
     }
 
     fn sum_in_one_shot(&mut self, piece: &mut [f32]) -> Result<(), GroupError> {
-        self.epochs.begin(Operation::SumAtOnce.word(piece.len()))?;
+        self.epochs.begin(GroupOperation::SumAtOnce.word(piece.len()))?;
         self.epochs.write(0, bytes::of(piece));
         self.epochs.publish()?;
         self.epochs.peers().try_for_each(|peer| self.epochs.wait_for(peer))?;
@@ -128,7 +128,7 @@ impl Member {
     fn sum_in_two_shots(&mut self, piece: &mut [f32]) -> Result<(), GroupError> {
         let len = piece.len();
         let own = self.segment(self.epochs.rank(), len);
-        self.epochs.begin(Operation::SumSegment.word(len))?;
+        self.epochs.begin(GroupOperation::SumSegment.word(len))?;
         for segment in self.epochs.peers().map(|peer| self.segment(peer, len)) {
             self.epochs.write(offset_of(segment.start), bytes::of(&piece[segment]));
         }
@@ -136,7 +136,7 @@ impl Member {
         self.epochs.peers().try_for_each(|peer| self.epochs.wait_for(peer))?;
         self.sum(own.start, &mut piece[own.clone()]);
 
-        self.epochs.begin(Operation::CollectSegments.word(len))?;
+        self.epochs.begin(GroupOperation::CollectSegments.word(len))?;
         self.epochs.write(offset_of(own.start), bytes::of(&piece[own]));
         self.epochs.publish()?;
         self.epochs.peers().try_for_each(|peer| {

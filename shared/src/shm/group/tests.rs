@@ -30,11 +30,11 @@ fn shape(world: u16, exchange_values: usize) -> GroupShape {
     }
 }
 
-fn create(shape: &GroupShape) -> Group {
-    Group::create("sepal-test-group", shape).unwrap()
+fn create(shape: &GroupShape) -> GroupOwner {
+    GroupOwner::create("sepal-test-group", shape).unwrap()
 }
 
-fn open(group: &Group, shape: &GroupShape, rank: u16) -> Arc<GroupMap> {
+fn open(group: &GroupOwner, shape: &GroupShape, rank: u16) -> Arc<GroupMap> {
     let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
     GroupMap::open(segment, bells, shape, Rank(rank)).unwrap()
 }
@@ -46,21 +46,21 @@ fn policy(spin: Duration) -> WaitPolicy {
     WaitPolicy { spin, interval: INTERVAL, heartbeat: Box::new(heartbeat) }
 }
 
-fn member(group: &Group, shape: &GroupShape, rank: u16) -> Member {
-    Member::new(&open(group, shape, rank), policy(Duration::ZERO)).unwrap()
+fn member(group: &GroupOwner, shape: &GroupShape, rank: u16) -> GroupMember {
+    GroupMember::new(&open(group, shape, rank), policy(Duration::ZERO)).unwrap()
 }
 
 /// A thread for each rank; what each returns, in the order of ranks.
 fn on_all_ranks<Out: Send>(
     shape: &GroupShape,
     spin: Duration,
-    work: impl Fn(usize, &mut Member) -> Out + Sync,
+    work: impl Fn(usize, &mut GroupMember) -> Out + Sync,
 ) -> Vec<Out> {
     let group = create(shape);
     thread::scope(|scope| {
         let ranks: Vec<_> = (0..shape.world_size.0)
             .map(|rank| {
-                let mut member = Member::new(&open(&group, shape, rank), policy(spin)).unwrap();
+                let mut member = GroupMember::new(&open(&group, shape, rank), policy(spin)).unwrap();
                 let work = &work;
                 scope.spawn(move || work(rank.into(), &mut member))
             })
@@ -213,7 +213,7 @@ fn aborted_wait(spin: Duration) -> (u64, GroupError) {
         }
     });
     let policy = WaitPolicy { spin, interval: INTERVAL, heartbeat };
-    let mut member = Member::new(&open(&group, &shape, 0), policy).unwrap();
+    let mut member = GroupMember::new(&open(&group, &shape, 0), policy).unwrap();
     let error = thread::scope(|scope| {
         let waiting = scope.spawn(move || member.all_reduce(&mut [1.0]).unwrap_err());
         let start = Instant::now();
@@ -244,7 +244,7 @@ fn a_rank_that_sleeps_long_is_rung_by_the_abort() {
     let group = create(&shape);
     let policy =
         WaitPolicy { spin: Duration::ZERO, interval: DEADLINE, heartbeat: Box::new(|| ()) };
-    let mut member = Member::new(&open(&group, &shape, 1), policy).unwrap();
+    let mut member = GroupMember::new(&open(&group, &shape, 1), policy).unwrap();
     let start = Instant::now();
     thread::scope(|scope| {
         let waiting = scope.spawn(move || member.all_reduce(&mut [1.0]).unwrap_err());
@@ -307,7 +307,7 @@ proptest! {
         };
 
         // Three pieces need three epochs, and the other rank stands still.
-        let sum = Member::new(&map, policy()).unwrap().all_reduce(&mut [1.0; 20]);
+        let sum = GroupMember::new(&map, policy()).unwrap().all_reduce(&mut [1.0; 20]);
         prop_assert!(!matches!(sum, Ok(()) | Err(GroupError::Doorbell(_))), "{sum:?}");
 
         let mut plans = PlanWriter::new(&map, policy()).unwrap();

@@ -54,16 +54,16 @@ impl std::fmt::Debug for WaitPolicy {
 /// What a rank sleeps for. Each has a word of its own, so that two threads of a rank may wait, one
 /// for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(super) enum SleepPurpose {
     Exchange,
     Log,
 }
 
-impl Purpose {
+impl SleepPurpose {
     fn word(self, sleep: &Sleep) -> &AtomicU64 {
         match self {
-            Purpose::Exchange => &sleep.exchange,
-            Purpose::Log => &sleep.log,
+            SleepPurpose::Exchange => &sleep.exchange,
+            SleepPurpose::Log => &sleep.log,
         }
     }
 }
@@ -80,7 +80,7 @@ enum Woken {
 pub(super) struct Waiter {
     map: Arc<GroupMap>,
     rank: usize,
-    purpose: Purpose,
+    purpose: SleepPurpose,
     bell: Doorbell,
     policy: WaitPolicy,
 }
@@ -88,7 +88,7 @@ pub(super) struct Waiter {
 impl Waiter {
     pub(super) fn new(
         map: &Arc<GroupMap>,
-        purpose: Purpose,
+        purpose: SleepPurpose,
         policy: WaitPolicy,
     ) -> io::Result<Waiter> {
         Ok(Waiter {

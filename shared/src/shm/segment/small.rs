@@ -14,12 +14,12 @@ const SHM_DIR: &str = "/dev/shm";
 
 /// A small segment, mapped for reading and writing.
 pub struct SmallSegment {
-    memory: Memory,
+    memory: SmallMemory,
     len: usize,
     name: String,
 }
 
-enum Memory {
+enum SmallMemory {
     /// Made here, with the memfd for those that may map it too.
     Made(Shmem, MemfdSegment),
     /// Made by another process.
@@ -60,7 +60,7 @@ impl SmallSegment {
         let (name, len) = (sealed.name.clone(), sealed.len);
         let shmem = nameless_mapping(&name, len)?;
         lay_under(&shmem, &sealed)?;
-        Ok(SmallSegment { memory: Memory::Made(shmem, sealed), len, name })
+        Ok(SmallSegment { memory: SmallMemory::Made(shmem, sealed), len, name })
     }
 
     /// Maps the segment behind a descriptor that came from its maker; the descriptor is closed.
@@ -70,7 +70,7 @@ impl SmallSegment {
     /// As [`MemfdSegment::from_fd`], and [`SegmentError::System`] when the system refuses.
     pub fn open(name: &str, fd: OwnedFd, len: usize) -> Result<SmallSegment, SegmentError> {
         let mapping = MemfdSegment::from_fd(name, fd, len)?.map_unlocked()?;
-        Ok(SmallSegment { memory: Memory::Opened(mapping), len, name: name.to_owned() })
+        Ok(SmallSegment { memory: SmallMemory::Opened(mapping), len, name: name.to_owned() })
     }
 
     pub fn name(&self) -> &str {
@@ -83,8 +83,8 @@ impl SmallSegment {
     /// When the process is out of descriptors, or did not make the segment.
     pub fn try_clone(&self) -> io::Result<OwnedFd> {
         match &self.memory {
-            Memory::Made(_, sealed) => sealed.try_clone(),
-            Memory::Opened(_) => Err(io::Error::other("only its maker hands a segment on")),
+            SmallMemory::Made(_, sealed) => sealed.try_clone(),
+            SmallMemory::Opened(_) => Err(io::Error::other("only its maker hands a segment on")),
         }
     }
 
@@ -92,10 +92,10 @@ impl SmallSegment {
     /// `self` lives.
     pub(in crate::shm) fn base(&self) -> NonNull<u8> {
         match &self.memory {
-            Memory::Made(shmem, _) => {
+            SmallMemory::Made(shmem, _) => {
                 NonNull::new(shmem.as_ptr()).expect("a mapping is not at address 0")
             }
-            Memory::Opened(mapping) => mapping.base(),
+            SmallMemory::Opened(mapping) => mapping.base(),
         }
     }
 }

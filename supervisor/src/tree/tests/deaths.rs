@@ -195,7 +195,7 @@ fn the_last_worker_that_is_held_ends_the_run() {
 
 fn beat(rig: &mut Rig, progress: u64, limit: Option<Duration>) -> Vec<ChildId> {
     let generation = rig.generation(worker(0));
-    rig.on(Event::Beat(worker(0), generation, Beat { progress, limit, waits_for: None })).killed()
+    rig.on(TreeEvent::Beat(worker(0), generation, Beat { progress, limit, waits_for: None })).killed()
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn a_worker_without_progress_is_killed_and_blames_nobody() {
 fn comes_back_by_warps(rig: &mut Rig) -> bool {
     while !rig.spawned().iter().any(|(id, _)| *id == worker(0)) {
         rig.now += SEC;
-        rig.on(Event::Tick);
+        rig.on(TreeEvent::Tick);
     }
     let [Down::Init(Init::Worker { by_warps, .. })] = rig.told(worker(0))[..] else {
         panic!("{:?}", rig.last)
@@ -276,12 +276,12 @@ fn after_a_gap_in_its_own_clock_the_tree_reads_again() {
 #[test]
 fn a_drain_is_limited_by_its_own_deadline_alone() {
     let mut rig = Rig::online(1);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     let generation = rig.generation(NETD);
     for _ in 0..10 {
         rig.now += SEC;
         let still = Beat { progress: 7, limit: Some(5 * SEC), waits_for: None };
-        assert!(rig.on(Event::Beat(NETD, generation, still)).killed().is_empty());
+        assert!(rig.on(TreeEvent::Beat(NETD, generation, still)).killed().is_empty());
     }
     assert_eq!(rig.wait(10 * SEC).killed(), [NETD]);
 }
@@ -290,7 +290,7 @@ fn a_drain_is_limited_by_its_own_deadline_alone() {
 fn what_survives_sigkill_is_quarantined_and_never_restarted() {
     let mut rig = Rig::online(2);
     let generation = rig.generation(worker(0));
-    rig.on(Event::Unruly(worker(0), generation, "floods"));
+    rig.on(TreeEvent::Unruly(worker(0), generation, "floods"));
     rig.wait(11 * SEC);
     assert_eq!(rig.state(worker(0)), Lifecycle::Unkillable);
     assert!(matches!(
@@ -308,6 +308,6 @@ fn what_survives_sigkill_is_quarantined_and_never_restarted() {
 fn a_child_that_closes_its_channel_and_stays_is_killed() {
     let mut rig = Rig::online(1);
     let generation = rig.generation(worker(0));
-    rig.on(Event::Closed(worker(0), generation));
+    rig.on(TreeEvent::Closed(worker(0), generation));
     assert_eq!(rig.wait(5 * SEC).killed(), [worker(0)]);
 }

@@ -8,10 +8,10 @@ const CARD: Device = Device::Cuda(0);
 /// A card that serves all blocks and may fail three times, with the processor in its back.
 fn online() -> Rig {
     let mut policy = policy(1);
-    policy.shares = Share::groups(&[CARD], 1);
+    policy.shares = DeviceShare::groups(&[CARD], 1);
     policy.fallback = Some(Device::Cpu);
     let mut rig = Rig { tree: Tree::new(policy), ..Rig::new(0) };
-    rig.on(Event::Start).netd_listens();
+    rig.on(TreeEvent::Start).netd_listens();
     rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
@@ -65,9 +65,9 @@ fn a_device_that_works_again_gets_its_blocks_back_when_no_session_is_open() {
     assert!(!rig.wait(FIRST - SEC).examines());
     assert!(rig.wait(SEC).examines());
     assert!(!rig.tree.waits_for_idle());
-    rig.on(Event::Examined(CARD, None));
+    rig.on(TreeEvent::Examined(CARD, None));
     assert!(rig.tree.waits_for_idle());
-    rig.on(Event::Idle);
+    rig.on(TreeEvent::Idle);
     assert!(matches!(rig.last[..], [Action::Kill(id, ..)] if id == worker(0)), "{:?}", rig.last);
     rig.die(worker(0), SIGKILL);
     assert_eq!(rig.device(), Some(CARD));
@@ -85,9 +85,9 @@ fn a_device_that_works_again_gets_its_blocks_back_when_no_session_is_open() {
 fn the_operator_returns_the_blocks_by_a_restart() {
     let mut rig = online();
     rig.fails().worker_ready(0);
-    rig.wait(FIRST).on(Event::Examined(CARD, None));
+    rig.wait(FIRST).on(TreeEvent::Examined(CARD, None));
     let ChildId::Worker(id) = worker(0) else { panic!("a worker") };
-    rig.on(Event::Ordered(Order::Restart(id))).die(worker(0), SIGKILL);
+    rig.on(TreeEvent::Ordered(Order::Restart(id))).die(worker(0), SIGKILL);
     assert_eq!(rig.device(), Some(CARD));
     // On trial: one failure is enough.
     rig.die(worker(0), SIGSEGV);
@@ -102,9 +102,9 @@ fn a_device_that_fails_its_test_is_tested_again_after_growing_pauses() {
     for _ in 0..8 {
         assert!(!rig.wait(pause - SEC).examines());
         assert!(rig.wait(SEC).examines());
-        rig.on(Event::Examined(CARD, Some("no answer".to_owned())));
+        rig.on(TreeEvent::Examined(CARD, Some("no answer".to_owned())));
         assert!(!rig.tree.waits_for_idle());
-        rig.on(Event::Idle);
+        rig.on(TreeEvent::Idle);
         assert_eq!(rig.device(), Some(Device::Cpu));
         pause = (2 * pause).min(3600 * SEC);
     }

@@ -36,7 +36,7 @@ impl Rig {
     fn beats(&mut self, id: ChildId, progress: u64, waits_for: Option<Rank>) -> Vec<ChildId> {
         let generation = self.generation(id);
         let beat = Beat { progress, limit: Some(5 * SEC), waits_for };
-        self.on(Event::Beat(id, generation, beat)).killed()
+        self.on(TreeEvent::Beat(id, generation, beat)).killed()
     }
 }
 
@@ -224,7 +224,7 @@ fn a_rank_that_is_late_is_blamed_for_those_that_wait_for_it() {
 #[test]
 fn a_drain_waits_for_rank_0_before_the_others_are_told() {
     let mut rig = Rig::groups_online(1);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     rig.die(NETD, ExitStatus::Code(0));
     assert_eq!((rig.told(rank(0)), rig.told(rank(1)).len()), (vec![&Down::Drain], 0));
     rig.die(rank(0), ExitStatus::Code(0));
@@ -235,7 +235,7 @@ fn a_drain_waits_for_rank_0_before_the_others_are_told() {
 #[test]
 fn a_rank_that_dies_during_the_drain_ends_the_others() {
     let mut rig = Rig::groups_online(1);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     rig.die(NETD, ExitStatus::Code(0));
     assert_eq!(rig.die(rank(1), SIGKILL).killed(), [rank(0)]);
     assert_eq!(rig.die(rank(0), SIGKILL).finished(), Some(ExitReason::Clean));
@@ -245,7 +245,7 @@ fn a_rank_that_dies_during_the_drain_ends_the_others() {
 #[test]
 fn who_does_not_drain_in_time_is_killed_with_its_group() {
     let mut rig = Rig::groups_online(1);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     rig.die(NETD, ExitStatus::Code(0));
     let mut killed = rig.wait(6 * SEC).killed();
     killed.sort_by_key(|id| id.to_string());
@@ -296,7 +296,7 @@ fn nonsense_in_the_rings_ends_the_group_and_is_the_fault_of_rank_0() {
 #[test]
 fn a_rank_that_survives_sigkill_keeps_its_group_from_another_start() {
     let mut rig = Rig::groups_online(2);
-    rig.on(Event::Unruly(rank(1), Generation(1), "floods"));
+    rig.on(TreeEvent::Unruly(rank(1), Generation(1), "floods"));
     assert_eq!(rig.killed(), [rank(1), rank(0)]);
     rig.die(rank(0), SIGKILL);
     rig.wait(11 * SEC);
@@ -314,7 +314,7 @@ fn a_rank_that_survives_sigkill_keeps_its_group_from_another_start() {
 #[test]
 fn a_group_moves_as_one() {
     let mut rig = Rig::of_groups(1);
-    rig.on(Event::Start).netd_listens();
+    rig.on(TreeEvent::Start).netd_listens();
     rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 4))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
@@ -322,7 +322,7 @@ fn a_group_moves_as_one() {
     rig.say(NETD, Up::Netd(FromNetd::Online));
     rig.say(NETD, Up::Netd(FromNetd::Move(span(4, 8))));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared)).die(PREPARE, ExitStatus::Code(0));
-    rig.on(Event::Room(span(4, 8), None));
+    rig.on(TreeEvent::Room(span(4, 8), None));
     assert_eq!(rig.spawned(), [(rank_of(1, 0), 1), (rank_of(1, 1), 1)]);
     // A death of the coming group before it serves.
     rig.die(rank_of(1, 1), SIGKILL).die(rank_of(1, 0), SIGKILL);
@@ -346,7 +346,7 @@ fn a_group_moves_as_one() {
 #[test]
 fn speeds_of_the_ranks_of_a_group_add_up() {
     let mut rig = Rig::of_groups(2);
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     let rates = vec![3.0, 3.0, 1.0, 1.0];
     let speeds = Some(Speeds { rates, cuts: Vec::new() });
     rig.say(PREPARE, surveyed(Survey { speeds, ..survey() }));

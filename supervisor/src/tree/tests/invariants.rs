@@ -198,24 +198,24 @@ fn any_up() -> impl Strategy<Value = (ChildId, Up)> {
 
 /// An event; its generation is that of the live process plus an offset, so that most events count
 /// and some are stale.
-fn any_event() -> impl Strategy<Value = (Event, u32)> {
+fn any_event() -> impl Strategy<Value = (TreeEvent, u32)> {
     let none = Generation(0);
     let event = prop_oneof![
-        48 => any_up().prop_map(move |(id, up)| Event::Said(id, none, up)),
-        6 => (any_child(), any_end()).prop_map(move |(id, end)| Event::Ended(id, none, end)),
-        1 => any_child().prop_map(move |id| Event::Closed(id, none)),
-        1 => any_child().prop_map(move |id| Event::Unruly(id, none, "loud")),
+        48 => any_up().prop_map(move |(id, up)| TreeEvent::Said(id, none, up)),
+        6 => (any_child(), any_end()).prop_map(move |(id, end)| TreeEvent::Ended(id, none, end)),
+        1 => any_child().prop_map(move |id| TreeEvent::Closed(id, none)),
+        1 => any_child().prop_map(move |id| TreeEvent::Unruly(id, none, "loud")),
         3 => (any_child(), 0u64..2)
-            .prop_map(move |(id, progress)| Event::Beat(id, none, Beat { progress, limit: Some(2 * SEC), waits_for: (progress == 1).then_some(Rank(0)) })),
-        2 => any_order().prop_map(Event::Ordered),
-        1 => Just(Event::Stop),
+            .prop_map(move |(id, progress)| TreeEvent::Beat(id, none, Beat { progress, limit: Some(2 * SEC), waits_for: (progress == 1).then_some(Rank(0)) })),
+        2 => any_order().prop_map(TreeEvent::Ordered),
+        1 => Just(TreeEvent::Stop),
         2 => prop::bool::ANY.prop_map(|passed| {
-            Event::Examined(Device::Cpu, (!passed).then(|| "no answer".to_owned()))
+            TreeEvent::Examined(Device::Cpu, (!passed).then(|| "no answer".to_owned()))
         }),
-        2 => Just(Event::Idle),
-        4 => Just(Event::Tick),
+        2 => Just(TreeEvent::Idle),
+        4 => Just(TreeEvent::Tick),
         6 => (0u32..2, prop::bool::weighted(0.8)).prop_map(|(start, fits)| {
-            Event::Room(span(start, start + 4), (!fits).then(|| "no room".to_owned()))
+            TreeEvent::Room(span(start, start + 4), (!fits).then(|| "no room".to_owned()))
         }),
     ];
     (event, prop_oneof![9 => Just(0u32), 1 => 1u32..3])
@@ -229,13 +229,13 @@ fn any_order() -> impl Strategy<Value = Order> {
     ]
 }
 
-fn with_generation(event: Event, of: impl Fn(ChildId) -> Generation) -> Event {
+fn with_generation(event: TreeEvent, of: impl Fn(ChildId) -> Generation) -> TreeEvent {
     match event {
-        Event::Said(id, _, up) => Event::Said(id, of(id), up),
-        Event::Ended(id, _, end) => Event::Ended(id, of(id), end),
-        Event::Closed(id, _) => Event::Closed(id, of(id)),
-        Event::Unruly(id, _, what) => Event::Unruly(id, of(id), what),
-        Event::Beat(id, _, beat) => Event::Beat(id, of(id), beat),
+        TreeEvent::Said(id, _, up) => TreeEvent::Said(id, of(id), up),
+        TreeEvent::Ended(id, _, end) => TreeEvent::Ended(id, of(id), end),
+        TreeEvent::Closed(id, _) => TreeEvent::Closed(id, of(id)),
+        TreeEvent::Unruly(id, _, what) => TreeEvent::Unruly(id, of(id), what),
+        TreeEvent::Beat(id, _, beat) => TreeEvent::Beat(id, of(id), beat),
         other => other,
     }
 }
@@ -274,7 +274,7 @@ proptest! {
         };
         rig.tree.policy.fallback = falls_back.then_some(Device::Node(0));
         if begin == 0 {
-            rig.on(Event::Start);
+            rig.on(TreeEvent::Start);
         }
         rig.goes_through(events)?;
     }
@@ -294,14 +294,14 @@ proptest! {
             }
         };
         if begin == 0 {
-            rig.on(Event::Start);
+            rig.on(TreeEvent::Start);
         }
         rig.goes_through(events)?;
     }
 }
 
 /// Events, each after a pause, and whether what is killed by it ends at once.
-type Events = Vec<((Event, u32), Duration, bool)>;
+type Events = Vec<((TreeEvent, u32), Duration, bool)>;
 
 fn any_events() -> impl Strategy<Value = Events> {
     prop::collection::vec((any_event(), any_pause(), prop::bool::weighted(0.95)), 1..200)
@@ -313,7 +313,7 @@ impl Rig {
         self.say(NETD, Up::Netd(FromNetd::Move(span(1, 5))));
         self.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
         self.die(PREPARE, ExitStatus::Code(0));
-        self.on(Event::Room(span(1, 5), None));
+        self.on(TreeEvent::Room(span(1, 5), None));
     }
 
     /// Takes in `events` and a stop at the end, after which every process is reaped.
@@ -330,7 +330,7 @@ impl Rig {
             let mut killed = self.killed_now();
             while obedient && !killed.is_empty() {
                 let (id, generation) = killed.remove(0);
-                self.on(Event::Ended(id, generation, SIGKILL));
+                self.on(TreeEvent::Ended(id, generation, SIGKILL));
                 killed.extend(self.killed_now());
             }
             let due = self.tree.deadline();
@@ -340,10 +340,10 @@ impl Rig {
             );
         }
         // Whatever happened, a stop with every process reaped comes to an end.
-        self.on(Event::Stop);
+        self.on(TreeEvent::Stop);
         for _ in 0..8 {
             for (id, generation) in self.tree.live().collect::<Vec<_>>() {
-                self.on(Event::Ended(id, generation, SIGKILL));
+                self.on(TreeEvent::Ended(id, generation, SIGKILL));
             }
         }
         prop_assert!(self.witness.finished);

@@ -9,7 +9,7 @@ impl Rig {
     /// Online with the first half of the model on each of `devices` devices together.
     fn online_at_half(devices: usize) -> Rig {
         let mut rig = Rig::new(devices);
-        rig.on(Event::Start);
+        rig.on(TreeEvent::Start);
         rig.netd_listens();
         rig.say(PREPARE, surveyed(survey()));
         rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 4))));
@@ -37,7 +37,7 @@ impl Rig {
 
     /// A move until the new workers load.
     fn until_loading(&mut self) -> &mut Rig {
-        self.until_asked().on(Event::Room(span(TO.0, TO.1), None))
+        self.until_asked().on(TreeEvent::Room(span(TO.0, TO.1), None))
     }
 
     fn dropped(&self) -> Vec<ChildId> {
@@ -79,7 +79,7 @@ fn new_workers_start_beside_the_old_ones_which_go_when_their_sessions_are_over()
     rig.say(PREPARE, surveyed(survey()));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));
-    rig.on(Event::Room(span(4, 8), None));
+    rig.on(TreeEvent::Room(span(4, 8), None));
     assert_eq!(rig.spawned(), [(worker(1), 1)]);
     let [Down::Init(Init::Worker { placement, whole, .. })] = rig.told(worker(1))[..] else {
         panic!("{:?}", rig.last)
@@ -115,7 +115,7 @@ fn a_second_move_uses_the_names_again_and_never_a_generation() {
     rig.netd_says(FromNetd::Move(span(2, 6)));
     rig.say(PREPARE, Up::Prepare(FromPrepare::Prepared));
     rig.die(PREPARE, ExitStatus::Code(0));
-    rig.on(Event::Room(span(2, 6), None));
+    rig.on(TreeEvent::Room(span(2, 6), None));
     assert_eq!(rig.spawned(), [(worker(0), 2)]);
 }
 
@@ -152,7 +152,7 @@ impl Rig {
     /// A move without room for both until the new workers load.
     fn until_replaced(&mut self) -> &mut Rig {
         self.until_asked();
-        self.on(Event::Room(span(4, 8), Some("no memory".into())));
+        self.on(TreeEvent::Room(span(4, 8), Some("no memory".into())));
         assert_eq!(self.told(NETD), [&Netd(ToNetd::MakeRoom(span(4, 8)))]);
         assert!(self.spawned().is_empty());
         self.netd_says(FromNetd::Vacated);
@@ -195,7 +195,7 @@ fn new_workers_that_fail_where_there_was_no_room_are_followed_by_the_old_ones() 
 fn netd_that_dies_while_workers_are_replaced_is_told_the_new_place() {
     let mut rig = Rig::online_at_half(1);
     rig.until_asked();
-    rig.on(Event::Room(span(4, 8), Some("no memory".into())));
+    rig.on(TreeEvent::Room(span(4, 8), Some("no memory".into())));
     rig.netd_says(FromNetd::Vacated);
     rig.die(NETD, SIGKILL);
     assert_eq!(rig.places_told(), (Some(span(4, 8)), vec![span(0, 4)]));
@@ -260,7 +260,7 @@ fn netd_may_think_better_of_a_move() {
 fn a_stop_during_a_move_ends_everything() {
     let mut rig = Rig::online_at_half(1);
     rig.until_loading().worker_ready(1);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     rig.die(NETD, ExitStatus::Code(0));
     assert_eq!(rig.told(worker(1)), [&Down::Drain]);
     rig.die(worker(0), ExitStatus::Code(0));

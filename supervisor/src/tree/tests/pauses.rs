@@ -7,7 +7,7 @@ const PATIENCE: Duration = Duration::from_secs(7);
 impl Rig {
     fn ordered(&mut self, order: Order) -> &mut Rig {
         assert_eq!(self.tree.refusal(order), None);
-        self.on(Event::Ordered(order))
+        self.on(TreeEvent::Ordered(order))
     }
 
     /// Online with two workers, until these are told to end.
@@ -125,7 +125,7 @@ fn a_worker_that_dies_while_sessions_end_is_replaced_for_them() {
 #[test]
 fn a_paused_instance_stops_in_order() {
     let mut rig = Rig::paused();
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     assert_eq!(rig.told(NETD), [&Down::Drain]);
     assert!(rig.refused(Order::Resume).contains("stopping"));
     assert_eq!(rig.die(NETD, ExitStatus::Code(0)).finished(), Some(ExitReason::Clean));
@@ -138,7 +138,7 @@ fn orders_that_cannot_be_followed_are_refused_with_a_sentence() {
     let restart = |group| Order::Restart(WorkerId::solo(GroupId(group)));
     assert!(rig.refused(restart(0)).contains("starting"));
     assert!(rig.refused(restart(7)).contains("expected one of 0.0, 1.0"));
-    assert!(rig.on(Event::Ordered(restart(0))).last.is_empty());
+    assert!(rig.on(TreeEvent::Ordered(restart(0))).last.is_empty());
     let mut rig = Rig::online(2);
     rig.die(NETD, SIGKILL);
     assert!(rig.refused(Order::Pause(PATIENCE)).contains("netd is starting"));

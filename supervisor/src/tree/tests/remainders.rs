@@ -32,10 +32,10 @@ fn ranks(count: u32) -> Vec<RankShare> {
 fn online(groups: u16, size: u16) -> Rig {
     let devices: Vec<Device> = (0..u32::from(groups * size)).map(Device::Node).collect();
     let mut policy = policy(0);
-    policy.shares = Share::groups(&devices, size.into());
+    policy.shares = DeviceShare::groups(&devices, size.into());
     policy.restart.max_restarts = 0;
     let mut rig = Rig { tree: Tree::new(policy), ..Rig::new(0) };
-    rig.on(Event::Start).netd_listens();
+    rig.on(TreeEvent::Start).netd_listens();
     let told = vec![ranks(size.into()); groups.into()];
     rig.say(PREPARE, surveyed(Survey { ranks: told, ..survey() }));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
@@ -272,7 +272,7 @@ fn prepare_tells_what_the_units_of_a_device_that_is_left_need() {
 fn a_stop_while_prepare_decides_ends_the_run() {
     let mut rig = online(1, 3);
     rig.loses(0, 1, 3);
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     assert_eq!(rig.killed(), [PREPARE]);
     rig.die(PREPARE, SIGKILL);
     assert_eq!(rig.die(NETD, ExitStatus::Code(0)).finished(), Some(ExitReason::Clean));

@@ -5,13 +5,13 @@ use super::*;
 #[test]
 fn prepare_and_netd_start_at_once() {
     let mut rig = Rig::new(1);
-    assert_eq!(rig.on(Event::Start).spawned(), [(PREPARE, 1), (NETD, 1)]);
+    assert_eq!(rig.on(TreeEvent::Start).spawned(), [(PREPARE, 1), (NETD, 1)]);
 }
 
 #[test]
 fn netd_learns_the_model_when_both_sides_are_there() {
     let mut rig = Rig::new(1);
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     assert!(rig.say(PREPARE, surveyed(survey())).told(NETD).is_empty());
     assert_eq!(rig.netd_listens().told(NETD), [&model(None)]);
 }
@@ -19,7 +19,7 @@ fn netd_learns_the_model_when_both_sides_are_there() {
 #[test]
 fn the_proposed_span_is_prepared_and_cut_among_the_devices() {
     let mut rig = Rig::new(2);
-    rig.on(Event::Start).netd_listens();
+    rig.on(TreeEvent::Start).netd_listens();
     rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(2, 8))));
     assert_eq!(rig.told(PREPARE), [&Down::Span(span(2, 8))]);
@@ -44,7 +44,7 @@ fn netd_hears_of_a_worker_only_after_it_acknowledged_its_rings() {
 #[test]
 fn a_mistake_in_the_configuration_ends_the_run_before_it_is_online_and_is_said_once() {
     let mut rig = Rig::new(1);
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     let message = "folder /x holds no config.json".to_owned();
     rig.say(PREPARE, Up::Prepare(FromPrepare::Failed { reason: ExitReason::BadConfig, message }));
     rig.die(PREPARE, ExitStatus::Code(2));
@@ -57,7 +57,7 @@ fn a_mistake_in_the_configuration_ends_the_run_before_it_is_online_and_is_said_o
 fn a_block_range_outside_the_model_is_refused_with_both_numbers() {
     let mut rig = Rig::new(1);
     rig.tree.policy.span = SpanChoice::Fixed(span(4, 40));
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     rig.say(PREPARE, surveyed(survey()));
     let complaint = rig.complaints().join("");
     assert!(complaint.contains("4:40") && complaint.contains("0:8"), "{complaint}");
@@ -74,7 +74,7 @@ fn a_child_that_does_not_become_ready_is_killed_and_restarted() {
 #[test]
 fn prepare_that_dies_early_is_started_again_and_gets_its_span_again() {
     let mut rig = Rig::new(1);
-    rig.on(Event::Start).netd_listens();
+    rig.on(TreeEvent::Start).netd_listens();
     rig.say(PREPARE, surveyed(survey()));
     rig.say(NETD, Up::Netd(FromNetd::ProposedSpan(span(0, 8))));
     rig.die(PREPARE, SIGKILL);
@@ -90,7 +90,7 @@ fn a_model_that_does_not_fit_is_served_in_part() {
     let mut rig = Rig::new(1);
     let need = memory(None).need(&facts());
     rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     rig.say(PREPARE, surveyed(survey()));
     rig.netd_listens();
     assert_eq!(rig.told(NETD), [&model(Some(5))]);
@@ -105,7 +105,7 @@ fn what_devices_hold_counts_once_however_often_prepare_tells() {
         let card = DeviceMemory { device: Device::Emulator(0), free_bytes, work_bytes: 0 };
         surveyed(Survey { devices: vec![card], ..survey() })
     };
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     rig.say(PREPARE, device(1 << 50));
     rig.say(PREPARE, device(1));
     assert_eq!(rig.tree.policy.memory.devices[0].free_bytes, 1 << 50);
@@ -119,7 +119,7 @@ fn blocks_that_do_not_fit_end_the_run_with_the_arithmetic() {
     rig.tree.policy.span = SpanChoice::Count(8);
     let need = memory(None).need(&facts());
     rig.tree.policy.memory = memory(Some(need.fixed + 5 * (need.weights + need.kv)));
-    rig.on(Event::Start);
+    rig.on(TreeEvent::Start);
     rig.say(PREPARE, surveyed(survey()));
     let complaint = rig.complaints().join("");
     assert!(complaint.contains("5 would fit"), "{complaint}");

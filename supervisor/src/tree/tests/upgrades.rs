@@ -12,7 +12,7 @@ fn handed_over(mut rig: Rig) -> Rig {
     assert_eq!(rig.tree.upgrade_waits_for(), None);
     let bytes = postcard::to_allocvec(&rig.tree).unwrap();
     rig.tree = postcard::from_bytes(&bytes).unwrap();
-    rig.on(Event::HandedOver(PATIENCE));
+    rig.on(TreeEvent::HandedOver(PATIENCE));
     rig
 }
 
@@ -76,7 +76,7 @@ fn replacing_counts_for_no_limit() {
         rig = handed_over(rig);
         assert_eq!(rig.killed(), [worker(0)]);
         rig.die(worker(0), SIGKILL).worker_ready(0);
-        assert_eq!(rig.on(Event::Idle).told(NETD), [&Netd(ToNetd::Replace)]);
+        assert_eq!(rig.on(TreeEvent::Idle).told(NETD), [&Netd(ToNetd::Replace)]);
         rig.die(NETD, CLEAN).netd_is_back(1);
         assert!(rig.is_upgraded());
     }
@@ -88,7 +88,7 @@ fn a_netd_that_does_not_end_on_request_is_killed_and_counts_for_no_limit() {
     let mut rig = Rig::online(1);
     for _ in 0..20 {
         rig = handed_over(rig);
-        rig.die(worker(0), SIGKILL).worker_ready(0).on(Event::Idle);
+        rig.die(worker(0), SIGKILL).worker_ready(0).on(TreeEvent::Idle);
         assert!(rig.wait(SEC).killed().is_empty(), "it has time");
         assert_eq!(rig.wait(SEC).killed(), [NETD]);
         rig.die(NETD, SIGKILL).netd_is_back(1);
@@ -105,14 +105,14 @@ fn an_upgrade_waits_for_processes_that_start() {
     rig.worker_ready(1);
     assert_eq!(rig.tree.upgrade_waits_for(), None);
     assert!(Rig::until_prepared(1).tree.upgrade_waits_for().is_some());
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     assert!(rig.tree.upgrade_waits_for().unwrap().contains("stopping"));
 }
 
 #[test]
 fn a_stop_ends_the_replacement() {
     let mut rig = handed_over(Rig::online(1));
-    rig.on(Event::Stop);
+    rig.on(TreeEvent::Stop);
     assert_eq!(rig.tree.replaces(), None);
 }
 

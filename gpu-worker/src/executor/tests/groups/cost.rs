@@ -1,13 +1,13 @@
 //! What planning for other ranks costs, and what it costs a worker that has none.
 
 use super::*;
-use crate::schedule::{JobKey, Member, Unit};
+use crate::schedule::{JobKey, UnitMember, Unit};
 
 const STEPS: usize = 2000;
 
 /// Nanoseconds of what the executor does beyond its work for a decode step of one unit.
 fn bookkeeping(publisher: &mut Publisher, mut done: impl FnMut(), body: &JobBody) -> u128 {
-    let member = Member { job: JobKey(0), position: 0, pieces: 0..1 };
+    let member = UnitMember { job: JobKey(0), position: 0, pieces: 0..1 };
     let unit = Unit { block: 0, count: 1, members: vec![member] };
     let mut times: Vec<_> = (0..STEPS as u64)
         .map(|number| {

@@ -8,7 +8,7 @@ use shared::shm::group::PlanPosition;
 
 use super::*;
 use crate::executor::record;
-use crate::schedule::{JobKey, Member, Unit};
+use crate::schedule::{JobKey, UnitMember, Unit};
 
 /// A rank 0 by hand, and the follower that it has.
 struct Leader<'a> {
@@ -16,7 +16,7 @@ struct Leader<'a> {
     plans: PlanWriter,
     netd: Netd,
     limits: JobLimits,
-    commands: SyncSender<Command<ArenaLink>>,
+    commands: SyncSender<ExecutorCommand<ArenaLink>>,
     last: Option<PlanPosition>,
     is_finished: &'a dyn Fn() -> bool,
 }
@@ -29,7 +29,7 @@ fn with_follower(model: &Model, lead: impl FnOnce(&mut Leader<'_>)) -> Exit {
         let (acknowledge, acknowledged) = sync_channel(8);
         let follower = scope.spawn(|| run_follower(model, &kv, &parts, 1, &{ inbox }, acknowledge));
         let link = LinkParts::new(FIRST, FIRST);
-        commands.send(Command::Link(Box::new(arena_link(&link)))).unwrap();
+        commands.send(ExecutorCommand::Link(Box::new(arena_link(&link)))).unwrap();
         acknowledged.recv_timeout(DEADLINE).unwrap();
         let mut leader = Leader {
             parts: &parts,
@@ -59,7 +59,7 @@ impl Leader<'_> {
         while !(self.is_finished)() && !self.plans.is_done(self.last.unwrap()).unwrap() {
             thread::yield_now();
         }
-        let _ = self.commands.send(Command::Drain);
+        let _ = self.commands.send(ExecutorCommand::Drain);
         self.parts.map(1).ring(Rank(1)).unwrap();
     }
 
@@ -70,7 +70,7 @@ impl Leader<'_> {
     fn unit(&mut self, block: u32, count: u32, members: &[(u64, usize, Range<usize>)]) {
         let members = members
             .iter()
-            .map(|(key, position, pieces)| Member {
+            .map(|(key, position, pieces)| UnitMember {
                 job: JobKey(*key),
                 position: *position,
                 pieces: pieces.clone(),
@@ -213,7 +213,7 @@ fn a_bad_record_ends_the_follower_with_a_sentence() {
         }),
         ("an older netd", "the arena of netd generation 1 did not come", |l| {
             let newer = arena_link(&LinkParts::new(FIRST, Generation(2)));
-            l.commands.send(Command::Link(Box::new(newer))).unwrap();
+            l.commands.send(ExecutorCommand::Link(Box::new(newer))).unwrap();
             l.publish(|out| record::link(FIRST, out));
         }),
     ];
@@ -254,7 +254,7 @@ fn records_with_random_bits_changed_end_the_follower_or_are_followed() {
             let mut records = vec![Vec::new(); 5];
             record::begin(JobKey(1), 0, JobId(1), &step, &mut records[0]);
             record::begin(JobKey(2), 1, JobId(2), &forward, &mut records[1]);
-            let member = |key| Member { job: JobKey(key), position: 0, pieces: 0..1 };
+            let member = |key| UnitMember { job: JobKey(key), position: 0, pieces: 0..1 };
             for (record, key) in records[2..4].iter_mut().zip([1, 2]) {
                 record::unit(&Unit { block: 0, count: 1, members: vec![member(key)] }, record);
             }
@@ -296,7 +296,7 @@ fn the_end_of_the_control_thread_ends_a_follower() {
             let (other, _inbox) = sync_channel(1);
             let commands = std::mem::replace(&mut leader.commands, other);
             if is_sent {
-                commands.send(Command::End(ExitReason::ParentGone, String::new())).unwrap();
+                commands.send(ExecutorCommand::End(ExitReason::ParentGone, String::new())).unwrap();
             }
             drop(commands);
             leader.parts.map(1).ring(Rank(1)).unwrap();

@@ -201,7 +201,7 @@ fn a_new_netd_replaces_the_old_one_on_every_rank() {
             }
             let bell = another(&new.submission_bell);
             let out = one_of_each(&mut Netd::of(new), &limits);
-            controls.rank_0.send(Command::Drain).unwrap();
+            controls.rank_0.send(ExecutorCommand::Drain).unwrap();
             bell.ring().unwrap();
             out
         });

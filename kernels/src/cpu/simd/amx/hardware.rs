@@ -5,7 +5,7 @@
 
 use std::arch::asm;
 
-use super::{Config, Tiles};
+use super::{TileConfig, Tiles};
 
 /// The registers of this thread.
 #[derive(Debug, Default)]
@@ -13,7 +13,7 @@ pub(in crate::cpu::simd) struct Hardware;
 
 impl Tiles for Hardware {
     #[inline(always)]
-    unsafe fn configure(&mut self, config: &Config) {
+    unsafe fn configure(&mut self, config: &TileConfig) {
         // SAFETY: 64 bytes that are a valid configuration; the machine has the instruction.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) config, options(nostack, preserves_flags, readonly));

@@ -42,9 +42,9 @@ pub(super) struct Shape {
 /// Shapes of all tile registers, as `ldtilecfg` reads them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C, align(64))]
-pub(super) struct Config([u8; 64]);
+pub(super) struct TileConfig([u8; 64]);
 
-impl Config {
+impl TileConfig {
     /// Where the bytes of a row, two bytes for each register, and the rows begin.
     const ROW_BYTES_AT: usize = 16;
     const ROWS_AT: usize = 48;
@@ -53,7 +53,7 @@ impl Config {
     ///
     /// # Panics
     /// When a shape is larger than a register, or rows are no whole pairs.
-    pub(super) const fn new(shapes: [Shape; REGISTERS]) -> Config {
+    pub(super) const fn new(shapes: [Shape; REGISTERS]) -> TileConfig {
         let mut bytes = [0; 64];
         // The only palette that there is.
         bytes[0] = 1;
@@ -66,7 +66,7 @@ impl Config {
             bytes[Self::ROWS_AT + i] = rows as u8;
             i += 1;
         }
-        Config(bytes)
+        TileConfig(bytes)
     }
 
     /// The shape of a register.
@@ -83,7 +83,7 @@ impl Config {
 /// with the registers that are named, and that the memory exists.
 pub(super) trait Tiles: Default {
     /// Configures all registers, which become zero.
-    unsafe fn configure(&mut self, config: &Config);
+    unsafe fn configure(&mut self, config: &TileConfig);
     /// Gives all registers up.
     unsafe fn release(&mut self);
     /// Sets a register to zero.
@@ -100,18 +100,18 @@ pub(super) trait Tiles: Default {
 
 /// Tiles that a piece of work uses and releases at its end.
 #[derive(Default)]
-pub(super) struct Session<T: Tiles> {
+pub(super) struct TileSession<T: Tiles> {
     tiles: T,
-    config: Option<Config>,
+    config: Option<TileConfig>,
 }
 
-impl<T: Tiles> Session<T> {
+impl<T: Tiles> TileSession<T> {
     /// The tiles as `config` says: zero, or with what they hold if that was the configuration already.
     ///
     /// # Safety
     /// The machine has the instructions.
     #[inline]
-    pub(super) unsafe fn with(&mut self, config: &Config) -> &mut T {
+    pub(super) unsafe fn with(&mut self, config: &TileConfig) -> &mut T {
         if self.config.as_ref() != Some(config) {
             // SAFETY: as the caller says.
             unsafe { self.tiles.configure(config) };
@@ -121,7 +121,7 @@ impl<T: Tiles> Session<T> {
     }
 }
 
-impl<T: Tiles> Drop for Session<T> {
+impl<T: Tiles> Drop for TileSession<T> {
     fn drop(&mut self) {
         if self.config.is_some() {
             // SAFETY: they were configured.

@@ -3,7 +3,7 @@
 //! What a processor would refuse with an exception is a panic here. Only the payload of a NaN is left
 //! open, as the manual leaves it.
 
-use super::{Config, REGISTERS, ROWS, Shape, Tiles};
+use super::{TileConfig, REGISTERS, ROWS, Shape, Tiles};
 
 /// Elements of a row: pairs of bfloat16, or f32.
 const ELEMENTS: usize = 16;
@@ -14,7 +14,7 @@ type Tile = [[u32; ELEMENTS]; ROWS];
 /// Eight registers and their shapes.
 #[derive(Debug, Default)]
 pub(in crate::cpu::simd) struct Model {
-    config: Option<Config>,
+    config: Option<TileConfig>,
     tiles: [Tile; REGISTERS],
 }
 
@@ -29,7 +29,7 @@ impl Model {
 }
 
 impl Tiles for Model {
-    unsafe fn configure(&mut self, config: &Config) {
+    unsafe fn configure(&mut self, config: &TileConfig) {
         *self = Model { config: Some(*config), ..Model::default() };
     }
 

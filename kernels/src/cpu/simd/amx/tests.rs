@@ -107,9 +107,9 @@ fn product<T: Tiles>(a: &[[u16; 2]], b: &[[u16; 2]], start: f32) -> f32 {
         let [one, row, column] =
             [(1, 4), (1, 4 * pairs), (pairs, 4)].map(|(rows, row_bytes)| Shape { rows, row_bytes });
         let none = Shape::default();
-        Config::new([one, row, column, none, none, none, none, none])
+        TileConfig::new([one, row, column, none, none, none, none, none])
     };
-    let (mut session, mut sum) = (Session::<T>::default(), start);
+    let (mut session, mut sum) = (TileSession::<T>::default(), start);
     // SAFETY: the caller has the instructions; all memory is there.
     unsafe {
         let tiles = session.with(&config(a.len()));
@@ -146,13 +146,13 @@ fn a_product_sums_first_halves_then_second_halves_then_what_was_there() {
 
 /// Fills registers with noise and multiplies them, in shapes down to one row.
 fn random_products<T: Tiles>(seed: u64) -> Vec<u32> {
-    let (mut next, mut all, mut session) = (noise(seed), Vec::new(), Session::<T>::default());
+    let (mut next, mut all, mut session) = (noise(seed), Vec::new(), TileSession::<T>::default());
     for round in 0..200usize {
         let (rows, pairs, columns) = (1 + round % 16, 1 + round / 3 % 16, 1 + round / 5 % 16);
         let shape = |rows: usize, elements: usize| Shape { rows, row_bytes: 4 * elements };
         let [c, a, b] = [shape(rows, columns), shape(rows, pairs), shape(pairs, columns)];
         let none = Shape::default();
-        let config = Config::new([a, none, b, none, c, none, none, c]);
+        let config = TileConfig::new([a, none, b, none, c, none, none, c]);
         let mut pair = || {
             let (kinds, lower, upper) = (next(), next(), next());
             number(kinds, lower).to_bits() >> 16 | number(kinds >> 4, upper).to_bits() & 0xffff_0000
@@ -195,8 +195,8 @@ fn tiles_of_this_machine_equal_the_model() {
 fn the_model_refuses_shapes_that_do_not_go_together() {
     let shape = |rows| Shape { rows, row_bytes: 64 };
     let none = Shape::default();
-    let config = Config::new([shape(16), shape(16), shape(15), none, none, none, none, none]);
-    let mut session = Session::<Model>::default();
+    let config = TileConfig::new([shape(16), shape(16), shape(15), none, none, none, none, none]);
+    let mut session = TileSession::<Model>::default();
     // SAFETY: the model needs no instructions.
     unsafe { session.with(&config).multiply_add::<0, 1, 2>() };
 }
@@ -204,7 +204,7 @@ fn the_model_refuses_shapes_that_do_not_go_together() {
 #[test]
 fn a_configuration_lies_as_the_instruction_reads_it() {
     let shapes = std::array::from_fn(|i| Shape { rows: 9 + i, row_bytes: 4 * (i + 1) });
-    let config = Config::new(shapes);
+    let config = TileConfig::new(shapes);
     let mut wanted = [0u8; 64];
     wanted[0] = 1;
     for i in 0..8 {
@@ -228,7 +228,7 @@ mod encoded {
         };
     }
     encoded! {
-        configure(config: &Config) Hardware.configure(config);
+        configure(config: &TileConfig) Hardware.configure(config);
         release() Hardware.release();
         zero() Hardware.zero::<3>();
         load(from: *const u8, stride: usize) Hardware.load::<5>(from, stride);

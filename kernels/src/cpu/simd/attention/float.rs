@@ -26,7 +26,7 @@ use crate::ops::{Alibi, convert};
 /// Scratch memory of a thread: one page widened, and the scores, then weights, of every query of a
 /// tile.
 #[derive(Default)]
-pub(super) struct Local {
+pub(super) struct FloatScratch {
     page: Vec<f32>,
     weights: Vec<f32>,
 }
@@ -40,15 +40,15 @@ pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
     args: &Forward<'_>,
     tile: QueryTile,
     head: usize,
-    local: &mut Local,
+    local: &mut FloatScratch,
     outputs: Outputs<'_, '_>,
 ) {
     let layout = args.pages.layout();
     let row = &args.rows[tile.row];
     let first = row.prefix + tile.first;
     let pages = (first + tile.tokens).div_ceil(PAGE_TOKENS);
-    let piece = Piece { args, row, tile, head, first, pages, dim: layout.head_dim };
-    let Local { page, weights } = local;
+    let piece = QueryPiece { args, row, tile, head, first, pages, dim: layout.head_dim };
+    let FloatScratch { page, weights } = local;
     page.resize(PAGE_TOKENS * layout.head_dim, 0.0);
     // [tokens, group, positions]; what lies above a query's position is never read.
     weights.resize(weights.len().max(tile.tokens * args.group * piece.positions()), 0.0);
@@ -60,7 +60,7 @@ pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
 }
 
 /// The queries of one tile and one kv head.
-struct Piece<'a> {
+struct QueryPiece<'a> {
     args: &'a Forward<'a>,
     row: &'a StepRow<'a>,
     tile: QueryTile,
@@ -81,7 +81,7 @@ struct SeenPage {
     slots: usize,
 }
 
-impl Piece<'_> {
+impl QueryPiece<'_> {
     /// Positions from one query's scores to the next.
     #[inline(always)]
     fn positions(&self) -> usize {

@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::shapes::{Backward, softmax};
-use super::tiles::{Gradients, add_gradients, dots};
+use super::tiles::{TileGradients, add_gradients, dots};
 use crate::cpu::simd::lanes::dot;
 use crate::cpu::simd::vector::Vector;
 use crate::kv::StepRow;
@@ -20,7 +20,7 @@ use crate::ops::convert;
 
 /// Scratch memory of a thread: keys, values and their gradients of one head of a row, and the weights of some queries.
 #[derive(Default)]
-pub(super) struct Local {
+pub(super) struct FloatGradScratch {
     keys: Vec<f32>,
     values: Vec<f32>,
     k_grad: Vec<f32>,
@@ -50,7 +50,7 @@ pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
     args: &Backward<'_>,
     number: usize,
     head: usize,
-    local: &mut Local,
+    local: &mut FloatGradScratch,
 ) {
     let layout = args.pages.layout();
     let (dim, heads) = (layout.head_dim, layout.kv_heads * args.group);
@@ -105,7 +105,7 @@ pub(super) unsafe fn attend<V: Vector, const FMA: bool>(
     }
 }
 
-impl Local {
+impl FloatGradScratch {
     /// Widens keys and values of some positions.
     #[inline(always)]
     fn load(&mut self, args: &Backward<'_>, row: &StepRow<'_>, head: usize, range: Range<usize>) {
@@ -231,7 +231,7 @@ impl<const R: usize> Spread<'_, R> {
         let own = positions.start - self.start..positions.end - self.start;
         let range = positions.start * dim..positions.end * dim;
         let (k_grad, v_grad) = (&mut self.grads.0[range.clone()], &mut self.grads.1[range.clone()]);
-        let mut from = Gradients {
+        let mut from = TileGradients {
             changes: self.changes,
             weights: self.weights,
             q: [queries[0].q; R],
@@ -263,7 +263,7 @@ impl<const R: usize> Spread<'_, R> {
         let own = positions.start - self.start..positions.end - self.start;
         let range = positions.start * dim..positions.end * dim;
         let (k_grad, v_grad) = (&mut self.grads.0[range.clone()], &mut self.grads.1[range.clone()]);
-        let from = Gradients {
+        let from = TileGradients {
             changes: [&self.changes[r][own.clone()]],
             weights: [&self.weights[r][own]],
             q: [query.q],

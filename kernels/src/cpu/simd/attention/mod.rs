@@ -28,7 +28,7 @@ use shapes::{Backward, Forward, Outputs};
 
 use super::vector::Plain;
 use super::{Isa, Scratch, Vectors};
-use crate::cpu::pool::{Disjoint, Pool};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 #[cfg(target_arch = "x86_64")]
 use crate::kv::PageLayout;
 use crate::kv::{KvPages, StepRow};
@@ -85,17 +85,17 @@ macro_rules! per_vector {
 
 /// Scratch memory of a thread.
 #[derive(Default)]
-struct Local {
-    float: float::Local,
-    float_grad: float_grad::Local,
+struct AttentionScratch {
+    float: float::FloatScratch,
+    float_grad: float_grad::FloatGradScratch,
     #[cfg(target_arch = "x86_64")]
-    pairs: pairs::Local,
+    pairs: pairs::PairScratch,
     #[cfg(target_arch = "x86_64")]
-    pairs_grad: pairs_grad::Local,
+    pairs_grad: pairs_grad::PairGradScratch,
 }
 
 thread_local! {
-    static LOCAL: RefCell<Local> = RefCell::default();
+    static LOCAL: RefCell<AttentionScratch> = RefCell::default();
 }
 
 /// Whether the kernels of bfloat16 pairs take these pages.
@@ -107,7 +107,7 @@ fn has_pairs(isa: Isa, layout: PageLayout) -> bool {
 /// Attention of new tokens over the pages of their rows.
 pub(in crate::cpu) fn attention(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: Attention<'_, [f32], KvPages<'_>>,
 ) {
@@ -140,7 +140,7 @@ pub(in crate::cpu) fn attention(
             }
             let local = &mut local.float;
             use float::attend;
-            per_vector!(isa, attend(args: &Forward<'_>, tile: QueryTile, head: usize, local: &mut float::Local, out: Outputs<'_, '_>))
+            per_vector!(isa, attend(args: &Forward<'_>, tile: QueryTile, head: usize, local: &mut float::FloatScratch, out: Outputs<'_, '_>))
         });
     };
     let pieces = tiles.len() * layout.kv_heads;
@@ -170,7 +170,7 @@ fn cut(rows: &[StepRow<'_>], group: usize, tiles: &mut Vec<QueryTile>) -> usize 
 /// Gradient of attention; a piece is one kv head of one row.
 pub(in crate::cpu) fn attention_grad(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     args: AttentionGrad<'_, [f32], KvPages<'_>>,
 ) {
     let kv_heads = args.pages.layout().kv_heads;
@@ -202,7 +202,7 @@ pub(in crate::cpu) fn attention_grad(
             }
             let local = &mut local.float_grad;
             use float_grad::attend;
-            per_vector!(isa, attend(args: &Backward<'_>, row: usize, head: usize, local: &mut float_grad::Local))
+            per_vector!(isa, attend(args: &Backward<'_>, row: usize, head: usize, local: &mut float_grad::FloatGradScratch))
         });
     });
 }

@@ -19,7 +19,7 @@ use std::arch::x86_64::*;
 
 use super::shapes::{Forward, Outputs, QueryTile, softmax};
 use crate::cpu::simd::bf16::dot_pairs;
-use crate::cpu::simd::line::{LINE, Line, ZEROS, resize};
+use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
 use crate::kv::PAGE_TOKENS;
 use crate::ops::Alibi;
 use crate::ops::convert::{bf16_bits, round};
@@ -39,7 +39,7 @@ pub(super) fn takes(head_dim: usize) -> bool {
 
 /// Per thread.
 #[derive(Default)]
-pub(super) struct Local {
+pub(super) struct PairScratch {
     /// Queries of the tile, bfloat16 `[queries, dim]`.
     queries: Vec<u16>,
     /// `[queries, stride]`.
@@ -47,14 +47,14 @@ pub(super) struct Local {
     /// The same as bfloat16, zero where a query does not see.
     weights: Vec<u16>,
     /// A page of keys, or some of values.
-    page: Vec<Line>,
+    page: Vec<CacheLine>,
     /// Outputs in the order of the interleaved values `[queries, dim]`.
     sums: Vec<f32>,
 }
 
 /// What a tile of queries sees.
 #[derive(Clone, Copy)]
-struct View {
+struct TileView {
     dim: usize,
     /// Queries of the tile: tokens times group.
     queries: usize,
@@ -79,7 +79,7 @@ pub(super) unsafe fn attend(
     args: &Forward<'_>,
     tile: QueryTile,
     head: usize,
-    local: &mut Local,
+    local: &mut PairScratch,
     outputs: Outputs<'_, '_>,
 ) {
     let Outputs { out, logsum } = outputs;
@@ -88,7 +88,7 @@ pub(super) unsafe fn attend(
     let first = args.rows[tile.row].prefix + tile.first;
     let end = first + tile.tokens;
     let begin = (first + 1).saturating_sub(args.window) / PAGE_TOKENS;
-    let view = View {
+    let view = TileView {
         dim,
         queries: tile.tokens * group,
         group,
@@ -147,7 +147,7 @@ pub(super) fn rounded(from: &[f32], to: &mut [u16]) {
 
 /// The scores of all queries and all positions of the pages, garbage where there is none.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn score(args: &Forward<'_>, tile: QueryTile, view: View, local: &mut Local) {
+fn score(args: &Forward<'_>, tile: QueryTile, view: TileView, local: &mut PairScratch) {
     let row = &args.rows[tile.row];
     let half = view.dim / 2;
     resize(&mut local.page, half);
@@ -206,7 +206,7 @@ fn finish(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) fn dots<const R: usize>(
-    page: &[Line],
+    page: &[CacheLine],
     queries: &[u16],
 ) -> [[f32; PAGE_TOKENS]; SCORE_ROWS] {
     let dim = queries.len() / R;
@@ -234,7 +234,7 @@ pub(super) fn dots<const R: usize>(
 
 /// Scores to weights, rounded; `store` is given each query and the logarithm of its sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-fn softmax_rows(args: &Forward<'_>, view: View, local: &mut Local, store: impl Fn(usize, f32)) {
+fn softmax_rows(args: &Forward<'_>, view: TileView, local: &mut PairScratch, store: impl Fn(usize, f32)) {
     let begin = view.pages.0 * PAGE_TOKENS;
     for query in 0..view.queries {
         let own = query * view.stride..(query + 1) * view.stride;
@@ -253,9 +253,9 @@ fn softmax_rows(args: &Forward<'_>, view: View, local: &mut Local, store: impl F
 
 /// Adds the weighted values of all pages to the sums.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn add_values(args: &Forward<'_>, tile: QueryTile, view: View, local: &mut Local) {
+fn add_values(args: &Forward<'_>, tile: QueryTile, view: TileView, local: &mut PairScratch) {
     let row = &args.rows[tile.row];
-    let Local { weights, page, sums, .. } = local;
+    let PairScratch { weights, page, sums, .. } = local;
     let vectors = view.dim / 16;
     resize(page, PAGES * PAGE_TOKENS / 2 * vectors);
     for group in (view.pages.0..view.pages.1).step_by(PAGES) {
@@ -290,7 +290,7 @@ fn add_values(args: &Forward<'_>, tile: QueryTile, view: View, local: &mut Local
 #[derive(Clone, Copy)]
 pub(super) struct Area<'a> {
     /// `[pairs of slots, vectors]`.
-    pub(super) page: &'a [Line],
+    pub(super) page: &'a [CacheLine],
     pub(super) vectors: usize,
     /// Two weights of a query for each pair of slots, from the first slot.
     pub(super) weights: &'a [u16],
@@ -373,7 +373,7 @@ impl Area<'_> {
 
 /// Keys `[16 slots, dim]` to `[dim / 2]` lines of 16 slots, two neighbours each.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) fn transpose(keys: &[u8], dim: usize, page: &mut [Line]) {
+pub(super) fn transpose(keys: &[u8], dim: usize, page: &mut [CacheLine]) {
     let keys = &keys[..PAGE_TOKENS * dim * 2];
     for (column, lines) in page.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let mut rows = [_mm512_setzero_si512(); 16];
@@ -420,7 +420,7 @@ fn transposed(r: [__m512i; 16]) -> [__m512i; 16] {
 /// Values `[slots, dim]` to `[8 pairs of slots, dim / 16]` lines; slots that are not there are
 /// zeros.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) fn interleave(values: &[u8], dim: usize, lines: &mut [Line]) {
+pub(super) fn interleave(values: &[u8], dim: usize, lines: &mut [CacheLine]) {
     let rows = values.chunks_exact(2 * dim);
     let slots = rows.len();
     for (pair, lines) in lines.chunks_exact_mut(dim / 16).enumerate() {

@@ -25,7 +25,7 @@ use super::pairs::{Area, OUT_ROWS, dots, grow, in_order, interleave, rounded, tr
 use super::shapes::{Backward, softmax};
 use crate::cpu::pool::Disjoint;
 use crate::cpu::simd::lanes::dot;
-use crate::cpu::simd::line::{Line, resize};
+use crate::cpu::simd::line::{CacheLine, resize};
 use crate::kv::{PAGE_TOKENS, StepRow};
 use crate::ops::convert::{bf16_bits, round};
 
@@ -34,14 +34,14 @@ const SCORE_ROWS: usize = 4;
 
 /// Per thread; sizes are those of a block.
 #[derive(Default)]
-pub(super) struct Local {
+pub(super) struct PairGradScratch {
     /// Queries and gradients of outputs, bfloat16 `[queries, dim]`; the last of an odd number has
     /// zeros beside it.
     queries: Vec<u16>,
     grads: Vec<u16>,
     /// The same, interleaved `[pairs of queries, dim / 16]`.
-    query_lines: Vec<Line>,
-    grad_lines: Vec<Line>,
+    query_lines: Vec<CacheLine>,
+    grad_lines: Vec<CacheLine>,
     /// Scores, then weights; products of gradients and values, then gradients of scores `[queries,
     /// stride]`.
     weights: Vec<f32>,
@@ -52,14 +52,14 @@ pub(super) struct Local {
     change_pairs: Vec<u16>,
     weight_pairs: Vec<u16>,
     /// A page of keys or values.
-    page: Vec<Line>,
+    page: Vec<CacheLine>,
     /// Sums in the order of what was interleaved.
     sums: Vec<f32>,
 }
 
 /// What a block of queries sees.
 #[derive(Clone, Copy)]
-struct View<'a> {
+struct BlockView<'a> {
     row: &'a StepRow<'a>,
     head: usize,
     dim: usize,
@@ -80,7 +80,7 @@ struct View<'a> {
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; pages are bfloat16 and `super::pairs::takes`
 /// their heads.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-pub(super) unsafe fn attend(args: &Backward<'_>, number: usize, head: usize, local: &mut Local) {
+pub(super) unsafe fn attend(args: &Backward<'_>, number: usize, head: usize, local: &mut PairGradScratch) {
     let row = &args.rows[number];
     let end = row.prefix + row.tokens;
     let blocks = row.prefix / PAGE_TOKENS..end.div_ceil(PAGE_TOKENS);
@@ -96,12 +96,12 @@ fn attend_block(
     number: usize,
     head: usize,
     tokens: Range<usize>,
-    local: &mut Local,
+    local: &mut PairGradScratch,
 ) {
     let (layout, group, row) = (args.pages.layout(), args.group, &args.rows[number]);
     let dim = layout.head_dim;
     let begin = (tokens.start + 1).saturating_sub(args.window) / PAGE_TOKENS;
-    let view = View {
+    let view = BlockView {
         row,
         head,
         dim,
@@ -120,7 +120,7 @@ fn attend_block(
         (token * layout.kv_heads * group + head * group + query % group) * dim
     };
     local.take_queries(args, view, start_of);
-    let Local { queries, grads, weights, slopes, page, .. } = local;
+    let PairGradScratch { queries, grads, weights, slopes, page, .. } = local;
     for number in view.pages.0..view.pages.1 {
         let id = row.pages[number].0 as usize;
         let at = (number - view.pages.0) * PAGE_TOKENS;
@@ -134,7 +134,7 @@ fn attend_block(
     local.query_gradients(args, view, start_of);
     let heads = layout.kv_heads;
     let at = |p: usize| ((args.starts[number] + p) * heads + head) * dim;
-    let Local { query_lines, grad_lines, change_pairs, weight_pairs, sums, .. } = local;
+    let PairGradScratch { query_lines, grad_lines, change_pairs, weight_pairs, sums, .. } = local;
     for (lines, pairs, out) in [
         (&query_lines[..], &change_pairs[..], &args.k_grad),
         (&grad_lines[..], &weight_pairs[..], &args.v_grad),
@@ -152,7 +152,7 @@ fn attend_block(
 
 /// Products of all queries with one transposed page.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn multiply(page: &[Line], queries: &[u16], view: View<'_>, out: &mut [f32]) {
+fn multiply(page: &[CacheLine], queries: &[u16], view: BlockView<'_>, out: &mut [f32]) {
     for query in (0..view.queries).step_by(SCORE_ROWS) {
         let count = SCORE_ROWS.min(view.queries - query);
         let q = &queries[query * view.dim..(query + count) * view.dim];
@@ -172,7 +172,7 @@ fn multiply(page: &[Line], queries: &[u16], view: View<'_>, out: &mut [f32]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 fn add_positions(
     area: Area<'_>,
-    view: View<'_>,
+    view: BlockView<'_>,
     sums: &mut Vec<f32>,
     at: impl Fn(usize) -> usize,
     out: &Disjoint<'_, f32>,
@@ -200,13 +200,13 @@ fn add_positions(
     }
 }
 
-impl Local {
+impl PairGradScratch {
     /// Rounds and interleaves the queries and the gradients of their outputs.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     fn take_queries(
         &mut self,
         args: &Backward<'_>,
-        view: View<'_>,
+        view: BlockView<'_>,
         start_of: impl Fn(usize) -> usize,
     ) {
         let (dim, pairs) = (view.dim, view.queries.div_ceil(2));
@@ -235,7 +235,7 @@ impl Local {
 
     /// Scores to weights, and to their gradients, rounded; zeros where a query does not see.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-    fn change(&mut self, args: &Backward<'_>, view: View<'_>) {
+    fn change(&mut self, args: &Backward<'_>, view: BlockView<'_>) {
         let start = view.pages.0 * PAGE_TOKENS;
         let rows = self
             .weights
@@ -287,7 +287,7 @@ impl Local {
     fn query_gradients(
         &mut self,
         args: &Backward<'_>,
-        view: View<'_>,
+        view: BlockView<'_>,
         start_of: impl Fn(usize) -> usize,
     ) {
         let (dim, vectors) = (view.dim, view.dim / 16);

@@ -205,7 +205,7 @@ unsafe fn weighted_tile<V: Vector, const R: usize, const C: usize>(
 }
 
 /// What `R` queries add to the gradients of the keys and values that they see, and keys to theirs.
-pub(super) struct Gradients<'a, const R: usize> {
+pub(super) struct TileGradients<'a, const R: usize> {
     /// How much each score changes, `[queries][rows]`.
     pub changes: [&'a [f32]; R],
     /// Weights of the values, as many.
@@ -225,7 +225,7 @@ pub(super) struct Gradients<'a, const R: usize> {
 /// The machine has the vector's instruction set.
 #[inline(always)]
 pub(super) unsafe fn add_gradients<V: Vector, const FMA: bool, const R: usize>(
-    from: &Gradients<'_, R>,
+    from: &TileGradients<'_, R>,
     q_grad: &mut [&mut [f32]; R],
     k_grad: &mut [f32],
     v_grad: &mut [f32],
@@ -259,7 +259,7 @@ pub(super) unsafe fn add_gradients<V: Vector, const FMA: bool, const R: usize>(
 /// [`add_gradients`] for `C` vectors from `at` on.
 #[inline(always)]
 unsafe fn gradient_tile<V: Vector, const R: usize, const C: usize>(
-    from: &Gradients<'_, R>,
+    from: &TileGradients<'_, R>,
     at: usize,
     q_grad: &mut [&mut [f32]; R],
     k_grad: &mut [f32],

@@ -17,7 +17,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, Line, prefetch};
+use crate::cpu::simd::line::{LINE, CacheLine, prefetch};
 use crate::tuning::{self, Split};
 
 /// Vectors, steps and block sizes of one kind of product.
@@ -86,7 +86,7 @@ pub(in crate::cpu::simd) trait Arithmetic:
 
     /// Rounds the rows of `x` `[rows, inputs]` to `dtype` and packs them as a panel in the order of
     /// the source.
-    unsafe fn pack<S: Source<Self>>(dtype: DType, x: &[f32], inputs: usize, panel: &mut [Line]);
+    unsafe fn pack<S: MatrixSource<Self>>(dtype: DType, x: &[f32], inputs: usize, panel: &mut [CacheLine]);
 
     /// Loads a vector; the bytes at `p` exist.
     unsafe fn load(p: *const u8) -> Self::Vector;
@@ -105,21 +105,21 @@ pub(in crate::cpu::simd) trait Arithmetic:
     ) -> Self::Accumulator;
 
     /// [`tile`], compiled for the instruction set.
-    unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
+    unsafe fn tile<S: MatrixSource<Self>, const O: usize, const R: usize>(
         source: S,
         output: usize,
         panel: Panel<'_>,
         range: Range<usize>,
-        ahead: Ahead,
+        ahead: TilePrefetch,
         sums: &mut [Self::Accumulator],
     );
 
     /// [`Source::decode`], compiled for the instruction set.
-    unsafe fn decode<S: Source<Self>>(
+    unsafe fn decode<S: MatrixSource<Self>>(
         source: S,
         output: usize,
         range: Range<usize>,
-        to: &mut [Line],
+        to: &mut [CacheLine],
     );
 
     /// Sums the lanes of accumulators `first`, `first + stride`, ... (`O` of them).
@@ -165,7 +165,7 @@ pub(super) use compiled_for;
 /// # Safety
 /// Every unsafe method asks that the machine has the instruction set of the arithmetic, and that
 /// the weights that it names exist.
-pub(in crate::cpu::simd) trait Source<A: Arithmetic>: Copy + Sync {
+pub(in crate::cpu::simd) trait MatrixSource<A: Arithmetic>: Copy + Sync {
     /// For each position of 64 packed inputs, the input that lies there.
     const ORDER: [u8; 64];
     /// Number of tiles of a strip from which on its weights are decoded once for all; below, every
@@ -181,7 +181,7 @@ pub(in crate::cpu::simd) trait Source<A: Arithmetic>: Copy + Sync {
     /// Decodes weights `range` of row `output`, from a whole step on, into whole steps; zeros
     /// follow the last weight.
     #[inline(always)]
-    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [CacheLine]) {
         debug_assert!(size_of_val(to) >= range.len().div_ceil(A::STEP) * A::STEP_BYTES);
         let to = to.as_mut_ptr().cast::<u8>();
         for (step, at) in range.clone().step_by(A::STEP).enumerate() {
@@ -217,7 +217,7 @@ pub(in crate::cpu::simd) const IN_ORDER: [u8; 64] = {
 
 /// Memory to prefetch while a tile computes.
 #[derive(Clone, Copy)]
-pub(in crate::cpu::simd) struct Ahead {
+pub(in crate::cpu::simd) struct TilePrefetch {
     /// First byte, for input 0.
     pub(super) start: *const u8,
     /// Bytes for each step.
@@ -227,7 +227,7 @@ pub(in crate::cpu::simd) struct Ahead {
 /// Packed inputs of the rows of one tile.
 #[derive(Clone, Copy)]
 pub(in crate::cpu::simd) struct Panel<'a> {
-    pub(super) lines: &'a [Line],
+    pub(super) lines: &'a [CacheLine],
     pub(super) inputs: usize,
 }
 
@@ -240,13 +240,13 @@ pub(super) fn row_lines<A: Arithmetic>(inputs: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct Decoded<'a> {
     /// `[rows, row_lines]`.
-    pub(super) lines: &'a [Line],
+    pub(super) lines: &'a [CacheLine],
     /// First input of the chunk.
     pub(super) first: usize,
     pub(super) row_lines: usize,
 }
 
-impl<A: Arithmetic> Source<A> for Decoded<'_> {
+impl<A: Arithmetic> MatrixSource<A> for Decoded<'_> {
     // The inputs are packed in the order of the source that was decoded.
     const ORDER: [u8; 64] = IN_ORDER;
     const SHARED_FROM: usize = usize::MAX;
@@ -262,7 +262,7 @@ impl<A: Arithmetic> Source<A> for Decoded<'_> {
     #[inline(always)]
     unsafe fn load_tail(self, output: usize, at: usize, _left: usize) -> A::Weights {
         // SAFETY: decoded steps are whole, padded with zeros.
-        unsafe { <Self as Source<A>>::load(self, output, at) }
+        unsafe { <Self as MatrixSource<A>>::load(self, output, at) }
     }
 
     fn row(self, output: usize) -> *const u8 {
@@ -285,12 +285,12 @@ impl<A: Arithmetic> Source<A> for Decoded<'_> {
     clippy::needless_range_loop,
     reason = "indexes that are constants keep the sums in registers"
 )]
-pub(super) unsafe fn tile<A: Arithmetic, S: Source<A>, const O: usize, const R: usize>(
+pub(super) unsafe fn tile<A: Arithmetic, S: MatrixSource<A>, const O: usize, const R: usize>(
     source: S,
     output: usize,
     panel: Panel<'_>,
     range: Range<usize>,
-    ahead: Ahead,
+    ahead: TilePrefetch,
     all: &mut [A::Accumulator],
 ) {
     debug_assert!(panel.lines.len() == R * row_lines::<A>(panel.inputs));

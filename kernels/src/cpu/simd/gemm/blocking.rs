@@ -18,9 +18,9 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{Ahead, Arithmetic, Decoded, Panel, Source, row_lines};
-use crate::cpu::pool::{Disjoint, Pool};
-use crate::cpu::simd::line::{LINE, Line, ZEROS, resize};
+use super::arithmetic::{TilePrefetch, Arithmetic, Decoded, Panel, MatrixSource, row_lines};
+use crate::cpu::pool::{Disjoint, ThreadPool};
+use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
 use crate::tuning;
 
 /// Outputs of a strip for several rows, and for one row.
@@ -52,16 +52,16 @@ pub(super) struct Unpacked<'a> {
 
 /// Packed inputs, which all pieces share.
 #[derive(Clone, Copy)]
-struct Inputs<'a> {
+struct PackedInputs<'a> {
     inputs: usize,
-    panels: &'a [Line],
+    panels: &'a [CacheLine],
     tiles: Tiles,
 }
 
 /// One operand and the inputs.
-struct Product<'a, S> {
+struct BlockedProduct<'a, S> {
     operand: &'a Operand<'a, S>,
-    shared: Inputs<'a>,
+    shared: PackedInputs<'a>,
 }
 
 /// Rows in tiles of nearly one size.
@@ -84,9 +84,9 @@ impl Tiles {
 /// # Safety
 /// The machine has the instruction set of the arithmetic; each source has its `outputs` rows of
 /// `inputs` weights.
-pub(super) unsafe fn multiply<A: Arithmetic, S: Source<A>>(
-    pool: &mut Pool,
-    panels: &mut Vec<Line>,
+pub(super) unsafe fn multiply<A: Arithmetic, S: MatrixSource<A>>(
+    pool: &mut ThreadPool,
+    panels: &mut Vec<CacheLine>,
     dtype: DType,
     from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
@@ -112,14 +112,14 @@ pub(super) unsafe fn multiply<A: Arithmetic, S: Source<A>>(
     } else {
         (0..tiles.count).for_each(pack);
     }
-    let shared = Inputs { inputs, panels, tiles };
+    let shared = PackedInputs { inputs, panels, tiles };
     run_pieces::<A, S>(pool, shared, operands);
 }
 
 /// Computes the outputs of all operands, cut as if they were those of one matrix, on all threads.
-fn run_pieces<A: Arithmetic, S: Source<A>>(
-    pool: &mut Pool,
-    shared: Inputs<'_>,
+fn run_pieces<A: Arithmetic, S: MatrixSource<A>>(
+    pool: &mut ThreadPool,
+    shared: PackedInputs<'_>,
     operands: &[Operand<'_, S>],
 ) {
     let outputs: usize = operands.iter().map(|operand| operand.outputs).sum();
@@ -133,7 +133,7 @@ fn run_pieces<A: Arithmetic, S: Source<A>>(
             let end = first + operand.outputs;
             let own = piece.start.max(first)..piece.end.min(end);
             if !own.is_empty() {
-                let product = Product { operand, shared };
+                let product = BlockedProduct { operand, shared };
                 product.piece::<A>(own.start - first..own.end - first);
             }
             first = end;
@@ -141,11 +141,11 @@ fn run_pieces<A: Arithmetic, S: Source<A>>(
     });
 }
 
-impl<S> Product<'_, S> {
+impl<S> BlockedProduct<'_, S> {
     /// Computes some outputs of all rows.
     fn piece<A: Arithmetic>(&self, outputs: Range<usize>)
     where
-        S: Source<A>,
+        S: MatrixSource<A>,
     {
         // Zeroing the accumulators of a whole group would be felt in the products of a tiny model.
         if self.shared.tiles.count == 1 {
@@ -158,7 +158,7 @@ impl<S> Product<'_, S> {
     /// [`piece`](Self::piece), as many tiles at a time as `sums` has accumulators for.
     fn groups<A: Arithmetic>(&self, outputs: Range<usize>, sums: &mut [A::Accumulator])
     where
-        S: Source<A>,
+        S: MatrixSource<A>,
     {
         let mut decoded = None;
         let Tiles { rows, count } = self.shared.tiles;
@@ -192,17 +192,17 @@ impl<S> Product<'_, S> {
         tiles: Range<usize>,
         prefetch: usize,
         sums: &mut [A::Accumulator],
-        decoded: &mut Option<[Line; DECODED_LINES]>,
+        decoded: &mut Option<[CacheLine; DECODED_LINES]>,
     ) -> usize
     where
-        S: Source<A>,
+        S: MatrixSource<A>,
     {
         let (source, inputs) = (self.operand.source, self.shared.inputs);
         let is_shared = tiles.len() >= S::SHARED_FROM;
         let chunk = if tiles.len() == 1 && !is_shared { inputs } else { A::CHUNK };
         // The next strip begins where this one ends; each tile asks for its share.
         let (steps, step_bytes) = (inputs.div_ceil(A::STEP), O * prefetch);
-        let ahead = |index: usize| Ahead {
+        let ahead = |index: usize| TilePrefetch {
             start: source.row(output + O).wrapping_add((index - tiles.start) * steps * step_bytes),
             step_bytes,
         };
@@ -237,16 +237,16 @@ impl<S> Product<'_, S> {
 
     /// Adds the products of the inputs `range` to the sums of tile `index`; `output` is the first
     /// row of `source`.
-    fn tile_of<A: Arithmetic, T: Source<A>, const O: usize>(
+    fn tile_of<A: Arithmetic, T: MatrixSource<A>, const O: usize>(
         &self,
         source: T,
         output: usize,
         index: usize,
         range: Range<usize>,
-        ahead: Ahead,
+        ahead: TilePrefetch,
         sums: &mut [A::Accumulator],
     ) {
-        let Inputs { inputs, panels, tiles } = self.shared;
+        let PackedInputs { inputs, panels, tiles } = self.shared;
         let (rows, lines) = (tiles.range(index), row_lines::<A>(inputs));
         let panel = Panel { lines: &panels[rows.start * lines..rows.end * lines], inputs };
         match rows.len() {
@@ -266,7 +266,7 @@ impl<S> Product<'_, S> {
         rows: Range<usize>,
         sums: &[A::Accumulator],
     ) where
-        S: Source<A>,
+        S: MatrixSource<A>,
     {
         let (operand, count) = (self.operand, rows.len());
         for (r, row) in rows.enumerate() {
@@ -284,12 +284,12 @@ impl<S> Product<'_, S> {
 
 /// A tile, if its accumulators fit the registers: strips of 8 outputs have one row.
 #[inline(always)]
-fn tile<A: Arithmetic, S: Source<A>, const O: usize, const R: usize>(
+fn tile<A: Arithmetic, S: MatrixSource<A>, const O: usize, const R: usize>(
     source: S,
     output: usize,
     panel: Panel<'_>,
     range: Range<usize>,
-    ahead: Ahead,
+    ahead: TilePrefetch,
     sums: &mut [A::Accumulator],
 ) {
     const {

@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
+use super::arithmetic::{self, TilePrefetch, Arithmetic, IN_ORDER, Panel, MatrixSource};
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, Line, floats};
+use crate::cpu::simd::line::{LINE, CacheLine, floats};
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::simd::neon::Neon;
 use crate::cpu::simd::vector::{Lanes, Plain, Vector};
@@ -200,7 +200,7 @@ fn pack<V: Vector>(
     dtype: DType,
     x: &[f32],
     inputs: usize,
-    panel: &mut [Line],
+    panel: &mut [CacheLine],
 ) {
     let rows = x.len() / inputs;
     let panel = floats(panel);
@@ -277,30 +277,30 @@ number!(
 
 /// Numbers as stored, or the codes of INT8, whose scale comes after the sum of a row.
 #[derive(Clone, Copy)]
-pub(super) struct Stored<'a, N> {
+pub(super) struct StoredNumbers<'a, N> {
     /// `[outputs, inputs]`.
     bytes: &'a [u8],
     inputs: usize,
-    int8: Option<int8::Parts<'a>>,
+    int8: Option<int8::Int8Parts<'a>>,
     number: PhantomData<N>,
 }
 
-impl<'a, N: Number> Stored<'a, N> {
+impl<'a, N: Number> StoredNumbers<'a, N> {
     /// Numbers as stored.
     pub(super) fn new(bytes: &'a [u8], inputs: usize) -> Self {
-        Stored { bytes, inputs, int8: None, number: PhantomData }
+        StoredNumbers { bytes, inputs, int8: None, number: PhantomData }
     }
 }
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-impl<'a> Stored<'a, Code> {
+impl<'a> StoredNumbers<'a, Code> {
     /// The codes of INT8.
-    pub(super) fn int8(parts: int8::Parts<'a>, inputs: usize) -> Self {
-        Stored { bytes: parts.codes, inputs, int8: Some(parts), number: PhantomData }
+    pub(super) fn int8(parts: int8::Int8Parts<'a>, inputs: usize) -> Self {
+        StoredNumbers { bytes: parts.codes, inputs, int8: Some(parts), number: PhantomData }
     }
 }
 
-impl<N: Number, V: Vector> Source<Float<V>> for Stored<'_, N>
+impl<N: Number, V: Vector> MatrixSource<Float<V>> for StoredNumbers<'_, N>
 where
     Float<V>: Arithmetic<Weights = [V; 1]>,
 {
@@ -335,9 +335,9 @@ where
 
 /// A quantized matrix of any shape: always decoded first, by the plain definition of its format.
 #[derive(Clone, Copy)]
-pub(super) struct View<'a>(pub(super) WeightView<'a>);
+pub(super) struct DecodedMatrix<'a>(pub(super) WeightView<'a>);
 
-impl<V: Vector> Source<Float<V>> for View<'_>
+impl<V: Vector> MatrixSource<Float<V>> for DecodedMatrix<'_>
 where
     Float<V>: Arithmetic<Weights = [V; 1]>,
 {
@@ -355,7 +355,7 @@ where
     }
 
     #[inline(always)]
-    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [CacheLine]) {
         let (own, rest) = floats(to).split_at_mut(range.len());
         self.0.widen_part(output, range.start, own);
         rest.fill(0.0);

@@ -39,11 +39,11 @@ use std::mem::discriminant;
 use shared::dtype::DType;
 
 use arithmetic::Arithmetic;
-pub(super) use arithmetic::Source;
+pub(super) use arithmetic::MatrixSource;
 use blocking::{Operand, Unpacked, multiply};
 #[cfg(target_arch = "aarch64")]
 use float::NeonGroups;
-use float::{Bf16, F16, F32, Float, Stored, View};
+use float::{Bf16, F16, F32, Float, StoredNumbers, DecodedMatrix};
 #[cfg(target_arch = "x86_64")]
 use float::{Groups, WideGroups};
 #[cfg(target_arch = "aarch64")]
@@ -55,7 +55,7 @@ use super::neon::Neon;
 use super::outer::Pairs512;
 use super::vector::{Plain, Vector};
 use super::{Isa, Scratch, Vectors};
-use crate::cpu::pool::{Disjoint, Pool};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::ops::{Linear, Product, Products};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::quant::{self, int8};
@@ -66,7 +66,7 @@ use crate::tuning;
 /// One matrix product.
 pub(in crate::cpu) fn linear(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: Linear<'_, [f32], WeightView<'_>>,
 ) {
@@ -79,7 +79,7 @@ pub(in crate::cpu) fn linear(
 /// are packed once.
 pub(in crate::cpu) fn products(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: Products<'_, '_, [f32], WeightView<'_>>,
 ) {
@@ -104,7 +104,7 @@ pub(in crate::cpu) fn products(
 struct LikeProducts<'p, 'a, 'w> {
     /// One of [`Isa::available`].
     isa: Isa,
-    pool: &'p mut Pool,
+    pool: &'p mut ThreadPool,
     scratch: &'p mut Scratch,
     args: Products<'a, 'p, [f32], WeightView<'w>>,
     dtype: DType,
@@ -153,7 +153,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                     int8_parts(weight).map(|parts| sources::Int8 { parts, inputs })
                 });
             }
-            let source = |weight| int8_parts(weight).map(|parts| Stored::int8(parts, inputs));
+            let source = |weight| int8_parts(weight).map(|parts| StoredNumbers::int8(parts, inputs));
             match self.isa.vectors() {
                 #[cfg(target_arch = "x86_64")]
                 Vectors::Avx512 => return self.multiply::<Float<__m512>, _>(source),
@@ -164,7 +164,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                 Vectors::Plain => {}
             }
         }
-        self.multiply::<Float<Plain>, _>(|weight| Some(View(weight)));
+        self.multiply::<Float<Plain>, _>(|weight| Some(DecodedMatrix(weight)));
     }
 
     fn nf4(&mut self) {
@@ -184,12 +184,12 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     fn any_nf4(&mut self) {
         match self.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            Vectors::Avx512 => self.multiply::<Float<__m512>, _>(|weight| Some(View(weight))),
+            Vectors::Avx512 => self.multiply::<Float<__m512>, _>(|weight| Some(DecodedMatrix(weight))),
             #[cfg(target_arch = "x86_64")]
-            Vectors::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(View(weight))),
+            Vectors::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(DecodedMatrix(weight))),
             #[cfg(target_arch = "aarch64")]
-            Vectors::Neon => self.multiply::<Float<Neon>, _>(|weight| Some(View(weight))),
-            Vectors::Plain => self.multiply::<Float<Plain>, _>(|weight| Some(View(weight))),
+            Vectors::Neon => self.multiply::<Float<Neon>, _>(|weight| Some(DecodedMatrix(weight))),
+            Vectors::Plain => self.multiply::<Float<Plain>, _>(|weight| Some(DecodedMatrix(weight))),
         }
     }
 
@@ -216,7 +216,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
 
     /// Multiplies a single row by groups `G`, several in vectors `V`: both have the same bits.
     #[cfg(target_arch = "x86_64")]
-    fn groups<G: Arithmetic, V: Arithmetic, S: Source<G> + Source<V>>(
+    fn groups<G: Arithmetic, V: Arithmetic, S: MatrixSource<G> + MatrixSource<V>>(
         &mut self,
         source: impl Fn(WeightView<'w>) -> Option<S>,
     ) {
@@ -241,7 +241,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
 
     /// Multiplies bfloat16 with the matrices from which `source` makes a source.
     #[cfg(target_arch = "aarch64")]
-    fn pairs<S: Source<BfDot>>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
+    fn pairs<S: MatrixSource<BfDot>>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
         self.multiply::<BfDot, _>(source);
     }
 
@@ -282,17 +282,17 @@ impl<'w> LikeProducts<'_, '_, 'w> {
         let inputs = self.inputs;
         match self.dtype {
             DType::F32 => self
-                .multiply::<Float<V>, _>(|weight| Some(Stored::<F32>::new(weight.bytes(), inputs))),
+                .multiply::<Float<V>, _>(|weight| Some(StoredNumbers::<F32>::new(weight.bytes(), inputs))),
             DType::Bf16 => self.multiply::<Float<V>, _>(|weight| {
-                Some(Stored::<Bf16>::new(weight.bytes(), inputs))
+                Some(StoredNumbers::<Bf16>::new(weight.bytes(), inputs))
             }),
             DType::F16 => self
-                .multiply::<Float<V>, _>(|weight| Some(Stored::<F16>::new(weight.bytes(), inputs))),
+                .multiply::<Float<V>, _>(|weight| Some(StoredNumbers::<F16>::new(weight.bytes(), inputs))),
         }
     }
 
     /// Multiplies with the matrices from which `source` makes a source.
-    fn multiply<A: Arithmetic, S: Source<A>>(
+    fn multiply<A: Arithmetic, S: MatrixSource<A>>(
         &mut self,
         source: impl Fn(WeightView<'w>) -> Option<S>,
     ) {
@@ -345,7 +345,7 @@ fn operands<'o, 'w, S>(
 }
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-fn int8_parts(weight: WeightView<'_>) -> Option<int8::Parts<'_>> {
+fn int8_parts(weight: WeightView<'_>) -> Option<int8::Int8Parts<'_>> {
     match weight.format() {
         Format::Int8(parts) => Some(parts),
         Format::Plain | Format::Nf4(_) => None,
@@ -353,7 +353,7 @@ fn int8_parts(weight: WeightView<'_>) -> Option<int8::Parts<'_>> {
 }
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-fn nf4_parts(weight: WeightView<'_>) -> Option<quant::nf4::Parts<'_>> {
+fn nf4_parts(weight: WeightView<'_>) -> Option<quant::nf4::Nf4Parts<'_>> {
     match weight.format() {
         Format::Nf4(parts) => Some(parts),
         Format::Plain | Format::Int8(_) => None,

@@ -8,9 +8,9 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{IN_ORDER, Source};
+use super::arithmetic::{IN_ORDER, MatrixSource};
 use super::float::{Float, Groups, WideGroups};
-use crate::cpu::simd::line::{Line, floats};
+use crate::cpu::simd::line::{CacheLine, floats};
 use crate::cpu::simd::vector::Lanes;
 use crate::ops::convert;
 use crate::quant::nf4;
@@ -19,7 +19,7 @@ use crate::quant::nf4;
 /// registers.
 #[derive(Clone, Copy)]
 pub(in crate::cpu::simd) struct Nf4<'a> {
-    pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
+    pub(in crate::cpu::simd) parts: nf4::Nf4Parts<'a>,
     pub(in crate::cpu::simd) inputs: usize,
     /// To which weights are rounded.
     pub(in crate::cpu::simd) dtype: DType,
@@ -29,14 +29,14 @@ pub(in crate::cpu::simd) struct Nf4<'a> {
 /// unpacks them leaves the order to the inputs.
 #[derive(Clone, Copy)]
 pub(super) struct Nf4Bf16<'a> {
-    pub(super) parts: nf4::Parts<'a>,
+    pub(super) parts: nf4::Nf4Parts<'a>,
     pub(super) inputs: usize,
 }
 
 /// [`Nf4`] in AVX-512: a table of its sixteen weights in one register.
 #[derive(Clone, Copy)]
 pub(super) struct WideNf4<'a> {
-    pub(super) parts: nf4::Parts<'a>,
+    pub(super) parts: nf4::Nf4Parts<'a>,
     pub(super) inputs: usize,
     /// To which weights are rounded.
     pub(super) dtype: DType,
@@ -134,10 +134,10 @@ impl Nf4<'_> {
         self,
         output: usize,
         range: Range<usize>,
-        to: &mut [Line],
+        to: &mut [CacheLine],
     ) {
         // SAFETY: as the caller says.
-        unsafe { Source::<Float<__m256>>::decode(self, output, range, to) };
+        unsafe { MatrixSource::<Float<__m256>>::decode(self, output, range, to) };
     }
 
     /// The group of row `output` that begins at input `at`.

@@ -10,11 +10,11 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
+use super::arithmetic::{self, TilePrefetch, Arithmetic, IN_ORDER, Panel, MatrixSource};
 use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::bf16::{dot_pairs, round32};
-use crate::cpu::simd::line::{LINE, Line};
+use crate::cpu::simd::line::{LINE, CacheLine};
 use crate::cpu::simd::vector::totals512;
 use crate::quant::nf4;
 use crate::tuning;
@@ -57,7 +57,7 @@ impl Arithmetic for Pairs {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn pack<S: Source<Self>>(_dtype: DType, x: &[f32], inputs: usize, panel: &mut [Line]) {
+    unsafe fn pack<S: MatrixSource<Self>>(_dtype: DType, x: &[f32], inputs: usize, panel: &mut [CacheLine]) {
         let positions: [[u16; STEP / 2]; 2] =
             const { [halved_order(S::ORDER, 0), halved_order(S::ORDER, STEP / 2)] };
         // SAFETY: 64 bytes each.
@@ -127,7 +127,7 @@ const fn halved_order(order: [u8; STEP], start: usize) -> [u16; STEP / 2] {
     half
 }
 
-impl Source<Pairs> for Bf16<'_> {
+impl MatrixSource<Pairs> for Bf16<'_> {
     const ORDER: [u8; STEP] = IN_ORDER;
     const SHARED_FROM: usize = usize::MAX;
 
@@ -163,7 +163,7 @@ impl Source<Pairs> for Bf16<'_> {
     }
 }
 
-impl Source<Pairs> for Int8<'_> {
+impl MatrixSource<Pairs> for Int8<'_> {
     // Lanes of two vectors of 16 become the lower and upper halves of one of 32.
     const ORDER: [u8; STEP] = widened_order();
     const SHARED_FROM: usize = 2;
@@ -204,7 +204,7 @@ impl Source<Pairs> for Int8<'_> {
     }
 }
 
-impl Source<Pairs> for Nf4<'_> {
+impl MatrixSource<Pairs> for Nf4<'_> {
     // The first vector is made of the upper halves of the bytes, the second of the lower ones.
     const ORDER: [u8; STEP] = {
         let mut order = [0; STEP];

@@ -21,11 +21,11 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{Arithmetic, IN_ORDER, Source};
+use super::arithmetic::{Arithmetic, IN_ORDER, MatrixSource};
 use super::blocking::{Operand, Unpacked};
-use crate::cpu::pool::{Disjoint, Pool};
-use crate::cpu::simd::line::{LINE, Line, ZEROS, floats, resize};
-use crate::cpu::simd::outer::{Ahead, Classes, MOST_LANES, Outer, Rows, Sums, WIDTH, tile_of};
+use crate::cpu::pool::{Disjoint, ThreadPool};
+use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, floats, resize};
+use crate::cpu::simd::outer::{OuterPrefetch, Classes, MOST_LANES, Outer, InputRows, Sums, WIDTH, tile_of};
 use crate::tuning;
 
 /// Inputs that are decoded at a time, before they are sorted.
@@ -38,22 +38,22 @@ const LINE_FLOATS: usize = LINE / 4;
 
 /// Scratch memory of a thread.
 #[derive(Default)]
-struct Local {
+struct PanelScratch {
     /// `[MOST_LANES][DECODED_LINES]`.
-    decoded: Vec<Line>,
+    decoded: Vec<CacheLine>,
     /// A chunk of a strip: `[class][step][2 vectors]`.
-    panel: Vec<Line>,
+    panel: Vec<CacheLine>,
     /// `[tile][class][row][2 vectors]`.
-    sums: Vec<Line>,
+    sums: Vec<CacheLine>,
 }
 
 thread_local! {
-    static LOCAL: RefCell<Local> = RefCell::default();
+    static LOCAL: RefCell<PanelScratch> = RefCell::default();
 }
 
 /// What the strips of a group of rows share.
-struct Shared<'a> {
-    rows: Rows<'a>,
+struct StripGroup<'a> {
+    rows: InputRows<'a>,
     packed: &'a [f32],
     /// First row of the group, and its rows.
     first: usize,
@@ -61,7 +61,7 @@ struct Shared<'a> {
     tiles: usize,
 }
 
-impl Shared<'_> {
+impl StripGroup<'_> {
     /// Rows of a tile, counted in the group.
     fn tile(&self, index: usize) -> Range<usize> {
         index * self.count / self.tiles..(index + 1) * self.count / self.tiles
@@ -74,9 +74,9 @@ impl Shared<'_> {
 /// The machine has the instruction sets of the vector and of the arithmetic, whose accumulator is
 /// one vector of f32 and whose decoded weights are items of the vector; each source has its
 /// `outputs` rows of `inputs` weights.
-pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: Source<A>>(
-    pool: &mut Pool,
-    panels: &mut Vec<Line>,
+pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: MatrixSource<A>>(
+    pool: &mut ThreadPool,
+    panels: &mut Vec<CacheLine>,
     dtype: DType,
     from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
@@ -97,9 +97,9 @@ pub(super) unsafe fn multiply<V: Outer, A: Arithmetic, S: Source<A>>(
         let x = &x[range.start * inputs..range.end * inputs];
         let order = in_another_order(S::ORDER);
         let (width, item, step) = (inputs, V::ITEM, A::STEP);
-        let rows = Rows { x, width, dtype, order, item, classes, step, chunk };
+        let rows = InputRows { x, width, dtype, order, item, classes, step, chunk };
         let (first, count, tiles) = (range.start, range.len(), range.len().div_ceil(V::ROWS));
-        let mut shared = Shared { rows, packed: &[], first, count, tiles };
+        let mut shared = StripGroup { rows, packed: &[], first, count, tiles };
         resize(panels, rows.packed().div_ceil(LINE_FLOATS));
         let whole = Disjoint::new(floats(panels));
         pool.share(tiles, tuning::packing_is_parallel(x.len()), |index| {
@@ -135,11 +135,11 @@ struct Next {
 
 impl Next {
     /// The share of tile `index` of `tiles`, prefetched over its steps.
-    fn ahead(&self, index: usize, tiles: usize, steps: usize, sums: &[f32]) -> Ahead {
+    fn ahead(&self, index: usize, tiles: usize, steps: usize, sums: &[f32]) -> OuterPrefetch {
         let total = self.outputs * self.bytes;
         let at = index * total / tiles.max(1);
         let (row, column) = (at / self.bytes.max(1), at % self.bytes.max(1));
-        Ahead {
+        OuterPrefetch {
             weights: self.start.wrapping_add(row * self.row_bytes + column),
             weight_bytes: total.div_ceil(tiles.max(1)).div_ceil(steps.max(1)),
             // The sums of the next class follow those of this one.
@@ -161,12 +161,12 @@ fn in_another_order(order: [u8; 64]) -> Option<[u8; 64]> {
 }
 
 /// Computes a strip of outputs of all rows of a group; the next one begins at `next`.
-fn strip<V: Outer, A: Arithmetic, S: Source<A>>(
-    shared: &Shared<'_>,
+fn strip<V: Outer, A: Arithmetic, S: MatrixSource<A>>(
+    shared: &StripGroup<'_>,
     operand: &Operand<'_, S>,
     outputs: Range<usize>,
     next: *const u8,
-    local: &mut Local,
+    local: &mut PanelScratch,
 ) {
     let (width, inputs) = (WIDTH * V::LANES, shared.rows.width);
     let (count, row_bytes) = (shared.rows.classes, operand.row_bytes);
@@ -224,14 +224,14 @@ fn strip<V: Outer, A: Arithmetic, S: Source<A>>(
 }
 
 /// Decodes the weights `range` of some outputs into the panel; zeros follow the last output.
-fn decode<V: Outer, A: Arithmetic, S: Source<A>>(
+fn decode<V: Outer, A: Arithmetic, S: MatrixSource<A>>(
     source: S,
     outputs: Range<usize>,
     range: Range<usize>,
     classes: Classes,
-    local: &mut Local,
+    local: &mut PanelScratch,
 ) {
-    let Local { decoded, panel, .. } = local;
+    let PanelScratch { decoded, panel, .. } = local;
     resize(decoded, MOST_LANES * DECODED_LINES);
     resize(panel, (classes.count * classes.stride).div_ceil(LINE_FLOATS));
     for lane in (0..WIDTH * V::LANES).step_by(V::LANES) {
@@ -267,7 +267,7 @@ struct Factors {
 }
 
 impl Factors {
-    fn new<A: Arithmetic, S: Source<A>>(
+    fn new<A: Arithmetic, S: MatrixSource<A>>(
         operand: &Operand<'_, S>,
         outputs: Range<usize>,
     ) -> Factors {

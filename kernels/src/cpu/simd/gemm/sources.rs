@@ -20,7 +20,7 @@ impl Bf16<'_> {
 /// INT8: the codes as bfloat16, which holds them exactly; the scale of a row comes after the sum.
 #[derive(Clone, Copy)]
 pub(in crate::cpu::simd) struct Int8<'a> {
-    pub(in crate::cpu::simd) parts: int8::Parts<'a>,
+    pub(in crate::cpu::simd) parts: int8::Int8Parts<'a>,
     pub(in crate::cpu::simd) inputs: usize,
 }
 
@@ -35,7 +35,7 @@ impl Int8<'_> {
 /// bfloat16, are a table in a register.
 #[derive(Clone, Copy)]
 pub(in crate::cpu::simd) struct Nf4<'a> {
-    pub(in crate::cpu::simd) parts: nf4::Parts<'a>,
+    pub(in crate::cpu::simd) parts: nf4::Nf4Parts<'a>,
     pub(in crate::cpu::simd) inputs: usize,
 }
 

@@ -23,14 +23,14 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{Arithmetic, Source, row_lines};
+use super::arithmetic::{Arithmetic, MatrixSource, row_lines};
 use super::blocking::{Operand, Unpacked};
 use super::pairs::{Pairs, STEP};
 use super::sources::{Bf16, Int8, Nf4};
-use crate::cpu::pool::{Disjoint, Pool};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::amx::{Config, Hardware, Model, ROW_BYTES, ROWS, Session, Shape, Tiles};
-use crate::cpu::simd::line::{LINE, Line, floats, resize};
+use crate::cpu::simd::amx::{TileConfig, Hardware, Model, ROW_BYTES, ROWS, TileSession, Shape, Tiles};
+use crate::cpu::simd::line::{LINE, CacheLine, floats, resize};
 use crate::cpu::simd::outer::transpose512;
 use crate::tuning;
 
@@ -44,7 +44,7 @@ const DECODED_BYTES: usize = 2 * CHUNK + LINE;
 const BLOCK_LINES: usize = 4 * ROWS;
 
 /// A matrix whose rows may lie in memory as tiles read them.
-pub(super) trait InPlace: Source<Pairs> {
+pub(super) trait InPlace: MatrixSource<Pairs> {
     /// Bytes from one row to the next, if they do.
     fn in_place(self) -> Option<usize>;
 }
@@ -69,27 +69,27 @@ impl InPlace for Nf4<'_> {
 
 /// Scratch memory of a thread.
 #[derive(Default)]
-struct Local {
+struct TiledScratch {
     /// A chunk of a strip: `[outputs][DECODED_BYTES]`.
-    decoded: Vec<Line>,
+    decoded: Vec<CacheLine>,
     /// Sums of the blocks of a group: `[block][outputs / 16][rows / 16][16 outputs][16 rows]`.
-    sums: Vec<Line>,
+    sums: Vec<CacheLine>,
 }
 
 thread_local! {
-    static LOCAL: RefCell<Local> = RefCell::default();
+    static LOCAL: RefCell<TiledScratch> = RefCell::default();
 }
 
 /// Packed inputs, which all pieces share.
 #[derive(Clone, Copy)]
-struct Inputs<'a> {
+struct TiledInputs<'a> {
     inputs: usize,
     rows: usize,
     /// `[tile of rows][step][half][16 pairs][rows]`.
-    panels: &'a [Line],
+    panels: &'a [CacheLine],
 }
 
-impl Inputs<'_> {
+impl TiledInputs<'_> {
     /// Rows of tile `index`: 16, but for the last.
     fn tile(self, index: usize) -> Range<usize> {
         self.rows.min(index * ROWS)..self.rows.min((index + 1) * ROWS)
@@ -104,8 +104,8 @@ impl Inputs<'_> {
 /// `inputs` weights.
 pub(super) unsafe fn multiply<S: InPlace>(
     isa: Isa,
-    pool: &mut Pool,
-    panels: &mut Vec<Line>,
+    pool: &mut ThreadPool,
+    panels: &mut Vec<CacheLine>,
     from: Unpacked<'_>,
     operands: &[Operand<'_, S>],
 ) {
@@ -114,7 +114,7 @@ pub(super) unsafe fn multiply<S: InPlace>(
         return;
     }
     pack_all::<S>(pool, panels, from);
-    let shared = Inputs { inputs, rows, panels };
+    let shared = TiledInputs { inputs, rows, panels };
     let outputs: usize = operands.iter().map(|operand| operand.outputs).sum();
     let row_bytes = operands.iter().map(|operand| operand.row_bytes).max().unwrap_or(0);
     let split = tuning::tiled_split(outputs, row_bytes, rows, pool.threads());
@@ -129,12 +129,12 @@ pub(super) unsafe fn multiply<S: InPlace>(
 }
 
 /// Packs all rows, by tiles.
-fn pack_all<S: InPlace>(pool: &mut Pool, panels: &mut Vec<Line>, from: Unpacked<'_>) {
+fn pack_all<S: InPlace>(pool: &mut ThreadPool, panels: &mut Vec<CacheLine>, from: Unpacked<'_>) {
     let Unpacked { x, rows, inputs } = from;
     let lines = row_lines::<Pairs>(inputs);
     resize(panels, rows * lines);
     let whole = Disjoint::new(&mut panels[..]);
-    let shared = Inputs { inputs, rows, panels: &[] };
+    let shared = TiledInputs { inputs, rows, panels: &[] };
     pool.share(rows.div_ceil(ROWS), tuning::packing_is_parallel(rows * inputs), |index| {
         let tile = shared.tile(index);
         // SAFETY: tiles have different rows.
@@ -146,16 +146,16 @@ fn pack_all<S: InPlace>(pool: &mut Pool, panels: &mut Vec<Line>, from: Unpacked<
 
 /// Computes outputs `piece` of the operands, counted as if they were those of one matrix.
 fn pieces<T: Tiles, S: InPlace>(
-    shared: Inputs<'_>,
+    shared: TiledInputs<'_>,
     operands: &[Operand<'_, S>],
     piece: Range<usize>,
 ) {
-    let (mut session, mut first) = (Session::<T>::default(), 0);
+    let (mut session, mut first) = (TileSession::<T>::default(), 0);
     for operand in operands {
         let end = first + operand.outputs;
         let own = piece.start.max(first)..piece.end.min(end);
         if !own.is_empty() {
-            let product = Product { operand, shared };
+            let product = TiledProduct { operand, shared };
             let own = own.start - first..own.end - first;
             LOCAL.with_borrow_mut(|local| product.piece(&mut session, own, local));
         }
@@ -169,7 +169,7 @@ fn pieces<T: Tiles, S: InPlace>(
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ and VL.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn pack<S: Source<Pairs>>(x: &[f32], inputs: usize, panel: &mut [Line]) {
+unsafe fn pack<S: MatrixSource<Pairs>>(x: &[f32], inputs: usize, panel: &mut [CacheLine]) {
     // SAFETY: as the caller says.
     unsafe { Pairs::pack::<S>(DType::Bf16, x, inputs, panel) };
     let rows = x.len() / inputs;
@@ -194,9 +194,9 @@ unsafe fn pack<S: Source<Pairs>>(x: &[f32], inputs: usize, panel: &mut [Line]) {
 }
 
 /// One operand and the inputs.
-struct Product<'a, S> {
+struct TiledProduct<'a, S> {
     operand: &'a Operand<'a, S>,
-    shared: Inputs<'a>,
+    shared: TiledInputs<'a>,
 }
 
 /// A strip of outputs and a group of rows.
@@ -223,7 +223,7 @@ struct Block {
     sums: *mut u8,
     start: Start,
     is_stored: bool,
-    ahead: Ahead,
+    ahead: BlockPrefetch,
 }
 
 /// What a block adds to.
@@ -238,15 +238,15 @@ enum Start {
 
 /// Weights to prefetch while a block computes.
 #[derive(Clone, Copy)]
-struct Ahead {
+struct BlockPrefetch {
     start: *const u8,
     /// Bytes for each step.
     step_bytes: usize,
 }
 
-impl<S: InPlace> Product<'_, S> {
+impl<S: InPlace> TiledProduct<'_, S> {
     /// Computes some outputs of all rows.
-    fn piece<T: Tiles>(&self, session: &mut Session<T>, outputs: Range<usize>, local: &mut Local) {
+    fn piece<T: Tiles>(&self, session: &mut TileSession<T>, outputs: Range<usize>, local: &mut TiledScratch) {
         let (inputs, tiles) = (self.shared.inputs, self.shared.rows.div_ceil(ROWS));
         let most = tuning::tiled_rows(inputs) / ROWS;
         for first in (0..tiles).step_by(most) {
@@ -265,7 +265,7 @@ impl<S: InPlace> Product<'_, S> {
     }
 
     /// Computes a strip of outputs of a group of rows.
-    fn strip<T: Tiles>(&self, session: &mut Session<T>, strip: &Strip, local: &mut Local) {
+    fn strip<T: Tiles>(&self, session: &mut TileSession<T>, strip: &Strip, local: &mut TiledScratch) {
         let Strip { outputs, tiles, in_place } = strip;
         let (inputs, source) = (self.shared.inputs, self.operand.source);
         let blocks = tiles.len().div_ceil(2);
@@ -301,7 +301,7 @@ impl<S: InPlace> Product<'_, S> {
                         _ => Start::Stored,
                     },
                     is_stored: blocks > 1 || range.end == inputs,
-                    ahead: Ahead { start: source.row(outputs.end).wrapping_add(done), step_bytes },
+                    ahead: BlockPrefetch { start: source.row(outputs.end).wrapping_add(done), step_bytes },
                 };
                 // SAFETY: the caller of `multiply` has the instructions; the memory of weights, inputs
                 // and sums is that of the block.
@@ -328,7 +328,7 @@ impl<S: InPlace> Product<'_, S> {
     }
 
     /// Decodes a chunk of some outputs; zeros follow the last of them, to a whole tile.
-    fn decode(&self, outputs: Range<usize>, range: Range<usize>, decoded: &mut Vec<Line>) {
+    fn decode(&self, outputs: Range<usize>, range: Range<usize>, decoded: &mut Vec<CacheLine>) {
         const LINES: usize = DECODED_BYTES / LINE;
         let lines = row_lines::<Pairs>(range.len());
         resize(decoded, STRIP * LINES);
@@ -350,7 +350,7 @@ impl<S: InPlace> Product<'_, S> {
     /// # Safety
     /// The machine has AVX-512 F, BW, DQ and VL.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn store(&self, strip: &Strip, first: usize, sums: &[Line]) {
+    unsafe fn store(&self, strip: &Strip, first: usize, sums: &[CacheLine]) {
         for (o, sums) in sums.chunks_exact(2 * ROWS).enumerate() {
             let start = strip.outputs.start + o * ROWS;
             let outputs = start..strip.outputs.end.min(start + ROWS);
@@ -388,7 +388,7 @@ impl<S: InPlace> Product<'_, S> {
 }
 
 /// The registers of a block whose tiles of rows have so many rows.
-fn config([first, second]: [usize; 2]) -> Config {
+fn config([first, second]: [usize; 2]) -> TileConfig {
     let of = |rows, columns| match columns {
         0 => Shape::default(),
         _ => Shape { rows, row_bytes: 4 * columns },
@@ -396,14 +396,14 @@ fn config([first, second]: [usize; 2]) -> Config {
     // Sums have 16 outputs, inputs have 16 pairs.
     let (first, second) = (of(ROWS, first), of(ROWS, second));
     let weights = Shape { rows: ROWS, row_bytes: ROW_BYTES };
-    Config::new([first, second, first, second, weights, weights, first, second])
+    TileConfig::new([first, second, first, second, weights, weights, first, second])
 }
 
 /// [`block`] for one or two tiles of outputs and of rows.
 ///
 /// # Safety
 /// As there.
-unsafe fn block_of<T: Tiles>(session: &mut Session<T>, block: Block, is_wide: bool) {
+unsafe fn block_of<T: Tiles>(session: &mut TileSession<T>, block: Block, is_wide: bool) {
     // SAFETY: the caller has the instructions.
     let tiles = unsafe { session.with(&config(block.rows)) };
     let compute = match (is_wide, block.rows[1] > 0) {

@@ -33,7 +33,7 @@ mod widen;
 pub(super) use pairs::Pairs512;
 #[cfg(target_arch = "x86_64")]
 use pairs::{rounded_pairs, transpose_pairs};
-pub(super) use rows::Rows;
+pub(super) use rows::InputRows;
 use rows::{pack, rounded};
 #[cfg(target_arch = "x86_64")]
 use transpose::transpose256;
@@ -62,7 +62,7 @@ pub(super) struct Sums {
 /// Memory to prefetch while a tile computes: weights into the second-level cache, and sums of the
 /// next tile into the first-level cache.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Ahead {
+pub(super) struct OuterPrefetch {
     /// First byte of the weights.
     pub(super) weights: *const u8,
     /// Bytes of weights for each step.
@@ -103,7 +103,7 @@ pub(super) trait Outer: Lanes {
         a: *const f32,
         b: *const f32,
         sums: Sums,
-        ahead: Ahead,
+        ahead: OuterPrefetch,
     );
 
     /// Sorts rows of decoded weights into the runs of their classes: [`interleave`].
@@ -113,7 +113,7 @@ pub(super) trait Outer: Lanes {
     unsafe fn fold(sums: *const f32, at: Classes, to: *mut f32);
 
     /// Packs the rows of a tile: [`pack`](rows::pack).
-    unsafe fn pack(rows: Rows<'_>, tile: Range<usize>, to: &Disjoint<'_, f32>);
+    unsafe fn pack(rows: InputRows<'_>, tile: Range<usize>, to: &Disjoint<'_, f32>);
 }
 
 /// Implements [`Outer`] for one vector; `$items` makes items of 64 inputs.
@@ -188,7 +188,7 @@ pub(super) unsafe fn tile_of<V: Outer>(
     a: *const f32,
     b: *const f32,
     sums: Sums,
-    ahead: Ahead,
+    ahead: OuterPrefetch,
 ) {
     macro_rules! of {
         ($($rows:literal),*) => {
@@ -218,7 +218,7 @@ unsafe fn tile<V: Outer, const R: usize>(
     a: *const f32,
     b: *const f32,
     Sums { out, stride, is_new }: Sums,
-    ahead: Ahead,
+    ahead: OuterPrefetch,
 ) {
     let at = |r: usize, w: usize| out.wrapping_add(r * stride + w * V::LANES).cast::<u8>();
     let mut sums = [[V::ZERO; WIDTH]; R];
@@ -231,7 +231,7 @@ unsafe fn tile<V: Outer, const R: usize>(
         }
     }
     let (mut a, mut b) = (a, b);
-    let Ahead { weights: mut asked, sums: mut asked_sums, weight_bytes, sum_bytes } = ahead;
+    let OuterPrefetch { weights: mut asked, sums: mut asked_sums, weight_bytes, sum_bytes } = ahead;
     for _ in 0..steps {
         prefetch::<false>(asked);
         prefetch::<true>(asked_sums);

@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{MOST_LANES, Rows, transpose512};
+use super::{MOST_LANES, InputRows, transpose512};
 use crate::cpu::simd::bf16::{dot_pairs, round32};
 use crate::cpu::simd::vector::Lanes;
 
@@ -63,7 +63,7 @@ pub(super) fn transpose_pairs(square: &mut [Pairs512; MOST_LANES]) {
 /// Rounds up to 64 inputs to pairs of bfloat16, zeros after them, in the order of the rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub(super) fn rounded_pairs(of: &Rows<'_>, x: &[f32], items: &mut [f32; 64]) {
+pub(super) fn rounded_pairs(of: &InputRows<'_>, x: &[f32], items: &mut [f32; 64]) {
     let mut halves = [round32(x), round32(x.get(32..).unwrap_or(&[]))];
     if let Some(order) = &of.order {
         let [first, second] = halves;

@@ -10,7 +10,7 @@ use crate::ops::convert;
 
 /// Rows of inputs to pack.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cpu::simd) struct Rows<'a> {
+pub(in crate::cpu::simd) struct InputRows<'a> {
     /// `[rows, width]`.
     pub(in crate::cpu::simd) x: &'a [f32],
     pub(in crate::cpu::simd) width: usize,
@@ -29,7 +29,7 @@ pub(in crate::cpu::simd) struct Rows<'a> {
     pub(in crate::cpu::simd) chunk: usize,
 }
 
-impl Rows<'_> {
+impl InputRows<'_> {
     /// Items that the packed rows take.
     pub(in crate::cpu::simd) fn packed(&self) -> usize {
         self.x.len() / self.width.max(1) * (self.width.next_multiple_of(self.step) / self.item)
@@ -66,10 +66,10 @@ impl Rows<'_> {
 /// The rows of the tile exist in `to`, and no one else writes there.
 #[inline(always)]
 pub(super) unsafe fn pack(
-    of: Rows<'_>,
+    of: InputRows<'_>,
     tile: Range<usize>,
     to: &Disjoint<'_, f32>,
-    items: impl Fn(&Rows<'_>, &[f32], &mut [f32; 64]),
+    items: impl Fn(&InputRows<'_>, &[f32], &mut [f32; 64]),
 ) {
     let (count, mut made) = (tile.len(), [[0.0; 64]; MOST_ROWS]);
     for start in (0..of.width).step_by(64) {
@@ -94,7 +94,7 @@ pub(super) unsafe fn pack(
 
 /// Rounds up to 64 inputs, in the order of the rows if they are 64; zeros follow.
 #[inline(always)]
-pub(super) fn rounded(of: &Rows<'_>, x: &[f32], items: &mut [f32; 64]) {
+pub(super) fn rounded(of: &InputRows<'_>, x: &[f32], items: &mut [f32; 64]) {
     convert::with_rounding!(of.dtype, round => match &of.order {
         Some(order) if x.len() == 64 => {
             for (to, from) in items.iter_mut().zip(order) {

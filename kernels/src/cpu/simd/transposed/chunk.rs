@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use crate::cpu::pool::Disjoint;
-use crate::cpu::simd::gemm::Source;
+use crate::cpu::simd::gemm::MatrixSource;
 use crate::cpu::simd::gemm::pairs::{Pairs, STEP};
 use crate::cpu::simd::line::LINE;
 
@@ -22,7 +22,7 @@ const AHEAD: usize = 4;
 const STEPS_AHEAD: usize = 3;
 
 /// Arguments that all pieces share.
-pub(super) struct Product<'a, S> {
+pub(super) struct TransposedProduct<'a, S> {
     pub(super) source: S,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
@@ -34,7 +34,7 @@ pub(super) struct Product<'a, S> {
     pub(super) out: Disjoint<'a, f32>,
 }
 
-impl<S: Source<Pairs>> Product<'_, S> {
+impl<S: MatrixSource<Pairs>> TransposedProduct<'_, S> {
     /// The chunks of the matrix, as a piece of columns walks them.
     pub(super) fn walks(&self, columns: &Range<usize>) -> impl Iterator<Item = Walk> {
         let steps = columns.start / STEP..columns.end.div_ceil(STEP);
@@ -48,7 +48,7 @@ impl<S: Source<Pairs>> Product<'_, S> {
 
     /// What tile `tile` of `tiles` asks for while it is at `step`: its share of the 64 columns
     /// [`STEPS_AHEAD`] steps later, in this chunk or the next.
-    pub(super) fn ahead(&self, walk: &Walk, step: usize, tile: usize, tiles: usize) -> Ahead {
+    pub(super) fn ahead(&self, walk: &Walk, step: usize, tile: usize, tiles: usize) -> ColumnPrefetch {
         let row_bytes = self.source.row(1).addr() - self.source.row(0).addr();
         let start = |step: usize| step * row_bytes / self.inputs.div_ceil(STEP);
         let (rows, step) = match step + STEPS_AHEAD {
@@ -56,7 +56,7 @@ impl<S: Source<Pairs>> Product<'_, S> {
             later => (&walk.next, walk.steps.start + later - walk.steps.end),
         };
         let share = |tile: usize| rows.start + tile * rows.len() / tiles;
-        Ahead {
+        ColumnPrefetch {
             start: self.source.row(share(tile)).wrapping_add(start(step)),
             row_bytes,
             row_lines: (start(step + 1) - start(step)).div_ceil(LINE),
@@ -76,7 +76,7 @@ pub(super) struct Walk {
 
 /// Columns of some rows of the matrix, to prefetch evenly while a tile computes.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct ColumnPrefetch {
     /// First byte of the columns in the first row.
     pub(super) start: *const u8,
     /// From one row to the next.
@@ -100,7 +100,7 @@ pub(super) struct Interleaved<S> {
     column_bytes: usize,
 }
 
-impl<S: Source<Pairs>> Interleaved<S> {
+impl<S: MatrixSource<Pairs>> Interleaved<S> {
     /// Columns `step`, 64 of them, of the rows `chunk` of a matrix with `inputs` columns.
     pub(super) fn new(source: S, inputs: usize, chunk: Range<usize>, step: usize) -> Self {
         let row_bytes = source.row(1).addr() - source.row(0).addr();
@@ -150,7 +150,7 @@ impl<S: Source<Pairs>> Interleaved<S> {
 /// 64 sums, made of what [`Interleaved::pair`] gives, in the order of the columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn in_order<S: Source<Pairs>>(sums: [__m512; 4], out: &mut [f32; STEP]) {
+pub(super) fn in_order<S: MatrixSource<Pairs>>(sums: [__m512; 4], out: &mut [f32; STEP]) {
     let order = const { columns_order(S::ORDER) };
     for (k, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         // SAFETY: sixteen i32.

@@ -15,16 +15,16 @@ mod chunk;
 mod pairs;
 mod tiles;
 
-use chunk::Product;
+use chunk::TransposedProduct;
 
 use super::amx::{Hardware, Model};
 use super::bf16::round_row;
-use super::gemm::Source;
+use super::gemm::MatrixSource;
 use super::gemm::pairs::Pairs;
 use super::gemm::sources::{Bf16, Int8, Nf4};
 use super::line::LINE;
 use super::{Isa, Scratch};
-use crate::cpu::pool::{Disjoint, Pool};
+use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::ops::LinearGrad;
 use crate::tensor::{Format, WeightView};
 use crate::tuning;
@@ -35,7 +35,7 @@ use crate::tuning;
 /// The machine has `isa`, which has products of pairs.
 pub(super) unsafe fn multiply<'a>(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: LinearGrad<'a, [f32], WeightView<'a>>,
 ) -> Option<LinearGrad<'a, [f32], WeightView<'a>>> {
@@ -59,9 +59,9 @@ pub(super) unsafe fn multiply<'a>(
     None
 }
 
-fn run<S: Source<Pairs>>(
+fn run<S: MatrixSource<Pairs>>(
     isa: Isa,
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut Scratch,
     args: LinearGrad<'_, [f32], WeightView<'_>>,
     source: S,
@@ -85,7 +85,7 @@ fn run<S: Source<Pairs>>(
         let rows = scratch.grads.chunks_exact_mut(stride);
         rows.enumerate().for_each(|(row, bytes)| prepare(row, bytes));
     }
-    let product = Product {
+    let product = TransposedProduct {
         source,
         inputs,
         outputs,

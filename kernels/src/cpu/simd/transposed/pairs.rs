@@ -13,27 +13,27 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::chunk::{Ahead, Interleaved, Product, in_order};
+use super::chunk::{ColumnPrefetch, Interleaved, TransposedProduct, in_order};
 use crate::cpu::simd::bf16::dot_pairs;
-use crate::cpu::simd::gemm::Source;
+use crate::cpu::simd::gemm::MatrixSource;
 use crate::cpu::simd::gemm::pairs::{Pairs, STEP};
-use crate::cpu::simd::line::{LINE, Line, resize};
+use crate::cpu::simd::line::{LINE, CacheLine, resize};
 
 /// Most rows of gradients of a tile: with four vectors of columns each they fit 32 registers.
 const TILE_ROWS: usize = 6;
 
 thread_local! {
     /// Interleaved 64 columns of a chunk: `[pairs][4 vectors]`.
-    static PACKED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static PACKED: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
 }
 
-impl<S: Source<Pairs>> Product<'_, S> {
+impl<S: MatrixSource<Pairs>> TransposedProduct<'_, S> {
     /// Some columns, from a multiple of 64 on, of all rows.
     pub(super) fn piece(&self, columns: Range<usize>) {
         PACKED.with_borrow_mut(|packed| self.tiles(columns, packed));
     }
 
-    fn tiles(&self, columns: Range<usize>, packed: &mut Vec<Line>) {
+    fn tiles(&self, columns: Range<usize>, packed: &mut Vec<CacheLine>) {
         let tiles = self.rows.div_ceil(TILE_ROWS);
         for walk in self.walks(&columns) {
             resize(packed, 4 * walk.chunk.len().div_ceil(2));
@@ -62,7 +62,7 @@ impl<S: Source<Pairs>> Product<'_, S> {
     }
 
     /// Adds a chunk of the matrix to `R` rows of the output, in 64 columns.
-    fn tile<const R: usize>(&self, at: TileAt, lines: &mut [Line]) {
+    fn tile<const R: usize>(&self, at: TileAt, lines: &mut [CacheLine]) {
         let pairs = lines.len() / 4;
         let start = at.row * self.stride + 2 * at.chunk.start;
         let last = start + (R - 1) * self.stride + 4 * pairs;
@@ -97,7 +97,7 @@ struct TileAt {
     row: usize,
     /// Whether the columns are still to be interleaved.
     is_first: bool,
-    ahead: Ahead,
+    ahead: ColumnPrefetch,
 }
 
 /// Pairs of neighbours of some rows of gradients.
@@ -135,11 +135,11 @@ impl Columns {
 /// # Safety
 /// As [`tile`]; the machine has what the source needs, and the source has the rows and the step.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn interleave<S: Source<Pairs>, const R: usize>(
+unsafe fn interleave<S: MatrixSource<Pairs>, const R: usize>(
     source: S,
     inputs: usize,
     at: TileAt,
-    lines: &mut [Line],
+    lines: &mut [CacheLine],
     grad: GradPairs<'_>,
 ) -> [Columns; R] {
     let columns = Interleaved::new(source, inputs, at.chunk, at.step);
@@ -161,10 +161,10 @@ unsafe fn interleave<S: Source<Pairs>, const R: usize>(
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; `grad` holds the pairs of `R` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn tile<S: Source<Pairs>, const R: usize>(
-    lines: &[Line],
+unsafe fn tile<S: MatrixSource<Pairs>, const R: usize>(
+    lines: &[CacheLine],
     grad: GradPairs<'_>,
-    ahead: Ahead,
+    ahead: ColumnPrefetch,
 ) -> [Columns; R] {
     let lines = lines.as_chunks::<4>().0;
     let weights = |pair: usize| lines[pair].each_ref().map(|line| line.get());
@@ -182,10 +182,10 @@ unsafe fn tile<S: Source<Pairs>, const R: usize>(
     clippy::needless_range_loop,
     reason = "indexes that are constants keep the sums in registers"
 )]
-unsafe fn sums<S: Source<Pairs>, const R: usize>(
+unsafe fn sums<S: MatrixSource<Pairs>, const R: usize>(
     mut weights: impl FnMut(usize) -> [__m512i; 4],
     grad: GradPairs<'_>,
-    ahead: Ahead,
+    ahead: ColumnPrefetch,
 ) -> [Columns; R] {
     let mut sums = [[_mm512_setzero_ps(); 4]; R];
     let (start, more) = (grad.bytes.as_ptr(), ahead.rows * ahead.row_lines);

@@ -18,11 +18,11 @@ use std::arch::x86_64::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::chunk::{Interleaved, Product, Walk, in_order};
-use crate::cpu::simd::amx::{Config, ROW_BYTES, ROWS, Session, Shape, Tiles};
-use crate::cpu::simd::gemm::Source;
+use super::chunk::{Interleaved, TransposedProduct, Walk, in_order};
+use crate::cpu::simd::amx::{TileConfig, ROW_BYTES, ROWS, TileSession, Shape, Tiles};
+use crate::cpu::simd::gemm::MatrixSource;
 use crate::cpu::simd::gemm::pairs::{Pairs, STEP};
-use crate::cpu::simd::line::{LINE, Line, ZEROS, resize};
+use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
 use crate::tuning::TILED_GRADIENT_ROWS;
 
 /// Lines of the four vectors of a pair.
@@ -30,15 +30,15 @@ const VECTORS: usize = 4;
 
 /// Scratch memory of a thread.
 #[derive(Default)]
-struct Local {
+struct TileScratch {
     /// Interleaved 64 columns of a chunk: `[pairs][4 vectors]`, whole tiles.
-    packed: Vec<Line>,
+    packed: Vec<CacheLine>,
     /// Sums of a piece: `[row][step][4 vectors]`, and a line between rows.
-    sums: Vec<Line>,
+    sums: Vec<CacheLine>,
 }
 
 thread_local! {
-    static LOCAL: RefCell<Local> = RefCell::default();
+    static LOCAL: RefCell<TileScratch> = RefCell::default();
 }
 
 /// What a block is computed from.
@@ -57,10 +57,10 @@ struct Block {
     is_new: bool,
 }
 
-impl<S: Source<Pairs>> Product<'_, S> {
+impl<S: MatrixSource<Pairs>> TransposedProduct<'_, S> {
     /// Some columns, from a multiple of 64 on, of all rows.
     pub(super) fn piece_in_tiles<T: Tiles>(&self, columns: Range<usize>) {
-        let mut session = Session::<T>::default();
+        let mut session = TileSession::<T>::default();
         LOCAL.with_borrow_mut(|local| {
             for first in (0..self.rows).step_by(TILED_GRADIENT_ROWS) {
                 let rows = first..self.rows.min(first + TILED_GRADIENT_ROWS);
@@ -72,12 +72,12 @@ impl<S: Source<Pairs>> Product<'_, S> {
     /// Some columns of a group of rows.
     fn group<T: Tiles>(
         &self,
-        session: &mut Session<T>,
+        session: &mut TileSession<T>,
         columns: &Range<usize>,
         rows: Range<usize>,
-        local: &mut Local,
+        local: &mut TileScratch,
     ) {
-        let Local { packed, sums } = local;
+        let TileScratch { packed, sums } = local;
         let row_lines = VECTORS * columns.len().div_ceil(STEP) + 1;
         resize(sums, rows.len() * row_lines);
         for walk in self.walks(columns) {
@@ -119,7 +119,7 @@ impl<S: Source<Pairs>> Product<'_, S> {
     /// # Safety
     /// The machine has AVX-512 F, BW, DQ, VL and BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    unsafe fn interleave(&self, walk: &Walk, step: usize, packed: &mut [Line]) {
+    unsafe fn interleave(&self, walk: &Walk, step: usize, packed: &mut [CacheLine]) {
         let columns = Interleaved::new(self.source, self.inputs, walk.chunk.clone(), step);
         let ahead = self.ahead(walk, step, 0, 1);
         let count = walk.chunk.len().div_ceil(2);
@@ -145,7 +145,7 @@ impl<S: Source<Pairs>> Product<'_, S> {
     /// # Safety
     /// The machine has AVX-512 F, BW, DQ and VL.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn store(&self, row: usize, columns: &Range<usize>, sums: &[Line]) {
+    unsafe fn store(&self, row: usize, columns: &Range<usize>, sums: &[CacheLine]) {
         let steps = columns.clone().step_by(STEP).zip(sums.as_chunks::<VECTORS>().0);
         for (start, lines) in steps {
             let sums = lines.each_ref().map(|line| _mm512_castsi512_ps(line.get()));
@@ -160,9 +160,9 @@ impl<S: Source<Pairs>> Product<'_, S> {
 }
 
 /// The registers of a block of so many rows.
-fn config(rows: usize) -> Config {
+fn config(rows: usize) -> TileConfig {
     let [own, packed] = [rows, ROWS].map(|rows| Shape { rows, row_bytes: ROW_BYTES });
-    Config::new([own, own, own, own, own, packed, packed, Shape::default()])
+    TileConfig::new([own, own, own, own, own, packed, packed, Shape::default()])
 }
 
 /// Adds the products of a chunk.

@@ -9,7 +9,7 @@ use shared::bootstrap::DescriptorSocket;
 use shared::control::FdTag;
 
 use super::*;
-use crate::cuda::driver::Driver;
+use crate::cuda::driver::CudaDriver;
 use crate::cuda::emu::DRIVER_FOLDER;
 
 /// How the environment tells a child what it is: kind, rank, and path.
@@ -43,7 +43,7 @@ fn processes_sum_through_each_others_memory_until_one_is_killed() {
     for kind in ["emulator", "driver"] {
         for path in ["device", "host"] {
             let shape = shape(2, 4096);
-            let group = Group::create("sepal-test-devices", &shape).unwrap();
+            let group = GroupOwner::create("sepal-test-devices", &shape).unwrap();
             let (children, sockets): (Vec<_>, Vec<_>) =
                 (0..2).map(|rank| start(kind, rank, path)).unzip();
             for socket in &sockets {
@@ -92,8 +92,8 @@ fn rank() {
     let [kind, rank, path]: [&str; 3] = what.split(' ').collect::<Vec<_>>().try_into().unwrap();
     let (rank, has_peers): (usize, bool) = (rank.parse().unwrap(), path == "device");
     if kind == "driver" {
-        let device = Driver::open(rank as u32).unwrap();
-        run(Cuda::new(device), Driver::uuid_of(1 - rank as u32).unwrap(), rank, has_peers);
+        let device = CudaDriver::open(rank as u32).unwrap();
+        run(Cuda::new(device), CudaDriver::uuid_of(1 - rank as u32).unwrap(), rank, has_peers);
     } else {
         let device = |rank: usize| Emu::new(1).with_ordinal(rank as u32).with_peers(has_peers);
         run(Cuda::new(device(rank)), device(1 - rank).uuid().unwrap(), rank, has_peers);
@@ -108,7 +108,7 @@ fn run<G: Gpu>(mut cuda: Cuda<G>, other: [u8; 16], rank: usize, has_peers: bool)
     let offer = cuda.offer(&map).unwrap();
     socket.send(TAG, &[offer.memory.unwrap().as_fd()]).unwrap();
     let memory = socket.recv(TAG, 1, DEADLINE).unwrap().pop();
-    let device = Identity { uuid: other, ..offer.device };
+    let device = DeviceIdentity { uuid: other, ..offer.device };
     let mut offers = vec![Some(Offer { device, memory })];
     offers.insert(rank, None);
     assert_eq!(cuda.reach(&offers), has_peers);

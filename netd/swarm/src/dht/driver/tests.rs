@@ -70,8 +70,8 @@ fn entry(key: &str, subkey: &str, value: &str) -> (DhtId, Item) {
     (DhtId::of_text(key), Item::Entry(Value::str(subkey).encode().into(), timed))
 }
 
-fn values(stored: &Option<Stored>) -> Vec<Value> {
-    let Some(Stored::Dictionary(dictionary)) = stored else {
+fn values(stored: &Option<StoredValue>) -> Vec<Value> {
+    let Some(StoredValue::Dictionary(dictionary)) = stored else {
         return Vec::new();
     };
     let decode = |timed: &Timed| {

@@ -14,7 +14,7 @@ pub struct OperationId(pub u64);
 
 /// A request, in either direction.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Request {
+pub enum DhtRequest {
     /// `rpc_ping`.
     Ping(PingRequest),
     /// `rpc_store`.
@@ -37,7 +37,7 @@ pub enum Response {
 /// What happens to a node.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "moved once, on its way to or from the driver")]
-pub enum Event {
+pub enum DhtEvent {
     /// Another node asks.
     Inbound {
         /// To be given back with the reply.
@@ -46,7 +46,7 @@ pub enum Event {
         from: PeerId,
         /// Where it is connected from.
         net: Net,
-        request: Request,
+        request: DhtRequest,
     },
     /// A call of ours ended; `None` if it failed or took too long.
     Answered { call: CallId, response: Option<Response> },
@@ -79,14 +79,14 @@ pub enum Event {
 /// What a node wants done.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "moved once, on its way to or from the driver")]
-pub enum Action {
+pub enum DhtAction {
     /// Call a peer, and report the answer or its absence within 3 s.
     Call {
         /// To be given back with the answer.
         call: CallId,
         peer: PeerId,
         /// With what.
-        request: Request,
+        request: DhtRequest,
     },
     /// Answer a request.
     Reply {
@@ -102,7 +102,7 @@ pub enum Action {
     Found {
         id: OperationId,
         /// What is alive under each key, in the order asked.
-        found: Vec<(DhtId, Option<Stored>)>,
+        found: Vec<(DhtId, Option<StoredValue>)>,
     },
     Stored {
         id: OperationId,

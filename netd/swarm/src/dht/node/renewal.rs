@@ -4,9 +4,9 @@
 //! insists: one that was overtaken by a newer one of ours is rightly refused.
 
 use super::super::id::DhtId;
-use super::super::storage::{Item, Stored, Timed, tag_of};
+use super::super::storage::{Item, StoredValue, Timed, tag_of};
 use super::{
-    Bytes, FindRequest, Node, Operation, OperationId, PeerId, Purpose, Request, Response,
+    Bytes, FindRequest, Node, DhtOperation, OperationId, PeerId, LookupPurpose, DhtRequest, Response,
     parse_result,
 };
 
@@ -15,7 +15,7 @@ const MAX_AHEAD_S: f64 = 60.0 * 86_400.0;
 
 /// A record of ours that one node refused.
 #[derive(Clone, Debug)]
-pub(super) struct Refusal {
+pub(super) struct RecordRefusal {
     pub id: OperationId,
     pub index: usize,
     pub key: DhtId,
@@ -37,27 +37,27 @@ impl Node {
     }
 
     /// Whether a record is still what we say. An older one that arrives late is rightly refused.
-    fn is_latest(&self, refusal: &Refusal) -> bool {
+    fn is_latest(&self, refusal: &RecordRefusal) -> bool {
         let Item::Entry(_, ours) = &refusal.item else { return false };
         self.said.get(&refusal.key).is_none_or(|latest| ours.expiration >= *latest)
     }
 
     /// Asks a node that refused a record of our own what it has instead.
-    pub(super) fn contest(&mut self, peer: PeerId, refusal: Refusal, now: f64) {
+    pub(super) fn contest(&mut self, peer: PeerId, refusal: RecordRefusal, now: f64) {
         if !self.is_latest(&refusal) {
             return self.on_renewal_answer(refusal.id, refusal.index, None, now);
         }
         self.refused_renewals += 1;
         let keys = vec![Bytes::copy_from_slice(&refusal.key.0)];
         let request = FindRequest { auth: None, keys, peer: Some(self.node_info()) };
-        self.call(peer, Request::Find(request), Purpose::Contest(refusal), now);
+        self.call(peer, DhtRequest::Find(request), LookupPurpose::Contest(refusal), now);
     }
 
     /// Stores the record again, later than what the node has.
     pub(super) fn on_contest_answer(
         &mut self,
         peer: PeerId,
-        refusal: Refusal,
+        refusal: RecordRefusal,
         response: Option<Response>,
         now: f64,
     ) {
@@ -70,7 +70,7 @@ impl Node {
         let is_latest = self.is_latest(&refusal);
         let later = match (theirs, &refusal.item) {
             _ if !is_latest => None,
-            (Some(Stored::Dictionary(theirs)), Item::Entry(_, ours)) => {
+            (Some(StoredValue::Dictionary(theirs)), Item::Entry(_, ours)) => {
                 let entry = theirs.iter().find(|(other, _)| **other == tag);
                 entry
                     .map(|(_, theirs)| theirs.expiration + 1.0)
@@ -83,8 +83,8 @@ impl Node {
         let mut requests = self.store_requests(items.unwrap_or_default(), false);
         match requests.pop() {
             Some((request, _)) => {
-                let purpose = Purpose::Renewal(refusal.id, refusal.index);
-                self.call(peer, Request::Store(request), purpose, now);
+                let purpose = LookupPurpose::Renewal(refusal.id, refusal.index);
+                self.call(peer, DhtRequest::Store(request), purpose, now);
             }
             None => self.on_renewal_answer(refusal.id, refusal.index, None, now),
         }
@@ -102,7 +102,7 @@ impl Node {
             Some(Response::Store(response)) => response.store_ok == [true],
             _ => false,
         };
-        if let Some(Operation::Storing(rounds)) = self.operations.get_mut(&id) {
+        if let Some(DhtOperation::Storing(rounds)) = self.operations.get_mut(&id) {
             rounds.renewed(index, accepted);
         }
         self.advance_store(id, now);

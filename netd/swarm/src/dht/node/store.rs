@@ -8,8 +8,8 @@ use super::super::lookup::KeyResult;
 use super::super::routing::Contact;
 use super::super::storage::{Item, tag_of};
 use super::{
-    Action, BTreeMap, Bytes, Node, Operation, OperationId, PeerId, Purpose, REPLICAS, Refusal,
-    Request, Response,
+    DhtAction, BTreeMap, Bytes, Node, DhtOperation, OperationId, PeerId, LookupPurpose, REPLICAS, RecordRefusal,
+    DhtRequest, Response,
 };
 use crate::wire::messages::StoreRequest;
 use std::collections::VecDeque;
@@ -106,7 +106,7 @@ impl Node {
     /// Starts the next round, or ends the store.
     pub(super) fn advance_store(&mut self, id: OperationId, now: f64) {
         loop {
-            let Some(Operation::Storing(rounds)) = self.operations.get_mut(&id) else {
+            let Some(DhtOperation::Storing(rounds)) = self.operations.get_mut(&id) else {
                 return;
             };
             let mut round = rounds.next_round();
@@ -122,16 +122,16 @@ impl Node {
             }
             for (peer, items) in round {
                 for (request, indexes) in self.store_requests(items, false) {
-                    if let Some(Operation::Storing(rounds)) = self.operations.get_mut(&id) {
+                    if let Some(DhtOperation::Storing(rounds)) = self.operations.get_mut(&id) {
                         rounds.calls += 1;
                     }
-                    self.call(peer, Request::Store(request), Purpose::Store(id, indexes), now);
+                    self.call(peer, DhtRequest::Store(request), LookupPurpose::Store(id, indexes), now);
                 }
             }
         }
-        if let Some(Operation::Storing(rounds)) = self.operations.remove(&id) {
+        if let Some(DhtOperation::Storing(rounds)) = self.operations.remove(&id) {
             let accepted = rounds.items.iter().map(|placing| placing.accepted).collect();
-            self.actions.push(Action::Stored { id, accepted });
+            self.actions.push(DhtAction::Stored { id, accepted });
         }
     }
 
@@ -143,7 +143,7 @@ impl Node {
         response: Option<Response>,
         now: f64,
     ) {
-        let Some(Operation::Storing(rounds)) = self.operations.get_mut(&id) else {
+        let Some(DhtOperation::Storing(rounds)) = self.operations.get_mut(&id) else {
             return;
         };
         rounds.calls = rounds.calls.saturating_sub(1);
@@ -162,7 +162,7 @@ impl Node {
                 && let Some((key, item)) = rounds.of(index, &own_tag)
             {
                 rounds.calls += 1;
-                refusals.push(Refusal { id, index, key, item });
+                refusals.push(RecordRefusal { id, index, key, item });
             }
         }
         for refusal in refusals {

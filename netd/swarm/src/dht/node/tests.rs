@@ -22,41 +22,41 @@ fn info(contact: &Contact) -> Option<NodeInfo> {
     Some(NodeInfo { node_id: Bytes::copy_from_slice(&contact.node_id.0) })
 }
 
-fn ping(from: &Contact, validate: bool) -> Event {
-    let request = Request::Ping(PingRequest { auth: None, peer: info(from), validate });
-    Event::Inbound { id: InboundId(7), from: from.peer_id, net: Net::Unknown, request }
+fn ping(from: &Contact, validate: bool) -> DhtEvent {
+    let request = DhtRequest::Ping(PingRequest { auth: None, peer: info(from), validate });
+    DhtEvent::Inbound { id: InboundId(7), from: from.peer_id, net: Net::Unknown, request }
 }
 
 fn pong(from: &Contact, dht_time: f64, available: bool) -> Option<Response> {
     Some(Response::Ping(PingResponse { auth: None, peer: info(from), dht_time, available }))
 }
 
-fn only_call(actions: Vec<Action>) -> (CallId, PeerId, Request) {
-    match <[Action; 1]>::try_from(actions) {
-        Ok([Action::Call { call, peer, request }]) => (call, peer, request),
+fn only_call(actions: Vec<DhtAction>) -> (CallId, PeerId, DhtRequest) {
+    match <[DhtAction; 1]>::try_from(actions) {
+        Ok([DhtAction::Call { call, peer, request }]) => (call, peer, request),
         other => panic!("expected one call, got {other:?}"),
     }
 }
 
 /// The join of a node through one peer that answers the ping with `response`.
-fn join_with(response: Option<Response>, peer: &Contact) -> Vec<Action> {
+fn join_with(response: Option<Response>, peer: &Contact) -> Vec<DhtAction> {
     let mut node = node();
-    let actions = node.on(Event::Join { id: OperationId(1), peers: vec![peer.peer_id] }, NOW);
+    let actions = node.on(DhtEvent::Join { id: OperationId(1), peers: vec![peer.peer_id] }, NOW);
     let (call, called, request) = only_call(actions);
     assert_eq!(called, peer.peer_id);
-    assert!(matches!(request, Request::Ping(PingRequest { validate: true, .. })));
-    node.on(Event::Answered { call, response }, NOW + 0.1)
+    assert!(matches!(request, DhtRequest::Ping(PingRequest { validate: true, .. })));
+    node.on(DhtEvent::Answered { call, response }, NOW + 0.1)
 }
 
 /// Has a node meet a contact that calls it and answers its ping.
 fn acquaint(node: &mut Node, other: &Contact) {
     let called = |action| match action {
-        Action::Call { call, .. } => Some(call),
+        DhtAction::Call { call, .. } => Some(call),
         _ => None,
     };
     let actions = node.on(ping(other, false), NOW);
     let call = actions.into_iter().find_map(called).expect("a ping");
-    node.on(Event::Answered { call, response: pong(other, NOW, false) }, NOW);
+    node.on(DhtEvent::Answered { call, response: pong(other, NOW, false) }, NOW);
     assert!(node.table().contains(other));
 }
 
@@ -73,16 +73,16 @@ fn plain_ping_is_answered_at_once_and_its_caller_is_a_member_once_it_has_answere
         };
         let reply = actions.remove(0);
         assert!(
-            matches!(&reply, Action::Reply { id: InboundId(7), response: Ok(Response::Ping(r)) } if *r == expected)
+            matches!(&reply, DhtAction::Reply { id: InboundId(7), response: Ok(Response::Ping(r)) } if *r == expected)
         );
         let (call, peer, request) = only_call(actions);
         assert_eq!(peer, caller.peer_id);
-        assert!(matches!(request, Request::Ping(PingRequest { validate: false, .. })));
+        assert!(matches!(request, DhtRequest::Ping(PingRequest { validate: false, .. })));
         assert!(node.table().is_empty());
         let again = node.on(ping(&caller, false), NOW);
         assert_eq!(again.len(), 1, "one ping is enough: {again:?}");
         let response = answer_of.and_then(|number| pong(&contact(number), NOW, false));
-        node.on(Event::Answered { call, response }, NOW);
+        node.on(DhtEvent::Answered { call, response }, NOW);
         assert_eq!(
             (node.table().contains(&caller), node.table().len()),
             (is_member, is_member.into())
@@ -97,12 +97,12 @@ fn callers_that_never_answer_draw_few_pings_and_keep_nobody_out() {
     let mut node = node();
     let mut pings = Vec::new();
     let mut call = |node: &mut Node, number: u32, net| {
-        let Event::Inbound { id, from, request, .. } = ping(&contact(number), false) else {
+        let DhtEvent::Inbound { id, from, request, .. } = ping(&contact(number), false) else {
             panic!("a call")
         };
-        let actions = node.on(Event::Inbound { id, from, net, request }, NOW);
+        let actions = node.on(DhtEvent::Inbound { id, from, net, request }, NOW);
         pings.extend(actions.into_iter().filter_map(|action| match action {
-            Action::Call { call, .. } => Some(call),
+            DhtAction::Call { call, .. } => Some(call),
             _ => None,
         }));
         pings.len()
@@ -114,7 +114,7 @@ fn callers_that_never_answer_draw_few_pings_and_keep_nobody_out() {
     let of_all = (501..1000).map(|number| call(&mut node, number, net(number))).max();
     assert_eq!((of_all, node.table().len()), (Some(verify::MAX_VERIFYING), 0));
     for call in pings {
-        node.on(Event::Answered { call, response: None }, NOW + 3.0);
+        node.on(DhtEvent::Answered { call, response: None }, NOW + 3.0);
     }
     acquaint(&mut node, &contact(1000));
     assert_eq!(node.table().len(), 1);
@@ -126,11 +126,11 @@ fn validated_ping_is_answered_after_a_call_back_only() {
         let (mut node, caller) = (node(), contact(1));
         let (call, peer, request) = only_call(node.on(ping(&caller, true), NOW));
         assert_eq!(peer, caller.peer_id);
-        assert!(matches!(request, Request::Ping(PingRequest { validate: false, .. })));
+        assert!(matches!(request, DhtRequest::Ping(PingRequest { validate: false, .. })));
         assert!(node.table().is_empty());
         let response = answer_of.and_then(|number| pong(&contact(number), NOW, false));
-        let actions = node.on(Event::Answered { call, response }, NOW);
-        let [Action::Reply { response: Ok(Response::Ping(reply)), .. }] = &actions[..] else {
+        let actions = node.on(DhtEvent::Answered { call, response }, NOW);
+        let [DhtAction::Reply { response: Ok(Response::Ping(reply)), .. }] = &actions[..] else {
             panic!("{actions:?}")
         };
         assert_eq!(reply.available, available);
@@ -142,12 +142,12 @@ fn validated_ping_is_answered_after_a_call_back_only() {
 fn client_calls_leave_no_trace() {
     let (mut node, caller) = (node(), contact(1));
     let request =
-        Request::Ping(PingRequest { auth: None, peer: Some(NodeInfo::default()), validate: true });
+        DhtRequest::Ping(PingRequest { auth: None, peer: Some(NodeInfo::default()), validate: true });
     let actions = node.on(
-        Event::Inbound { id: InboundId(1), from: caller.peer_id, net: Net::Unknown, request },
+        DhtEvent::Inbound { id: InboundId(1), from: caller.peer_id, net: Net::Unknown, request },
         NOW,
     );
-    assert!(matches!(&actions[..], [Action::Reply { .. }]));
+    assert!(matches!(&actions[..], [DhtAction::Reply { .. }]));
     assert!(node.table().is_empty());
 }
 
@@ -155,7 +155,7 @@ fn client_calls_leave_no_trace() {
 fn join_fails_in_words_that_help() {
     let peer = contact(1);
     let result = |response| match join_with(response, &peer).pop() {
-        Some(Action::Joined { result: Err(error), .. }) => error.to_string(),
+        Some(DhtAction::Joined { result: Err(error), .. }) => error.to_string(),
         other => panic!("{other:?}"),
     };
     assert_eq!(result(None), "no initial peer answers (1 asked)");
@@ -170,7 +170,7 @@ fn join_looks_up_our_own_id_after_the_pings() {
     for dht_time in [NOW, NOW + 3.0, NOW - 2.9, 0.0] {
         let (_, called, request) = only_call(join_with(pong(&peer, dht_time, true), &peer));
         assert_eq!(called, peer.peer_id);
-        assert!(matches!(request, Request::Find(_)));
+        assert!(matches!(request, DhtRequest::Find(_)));
     }
 }
 
@@ -184,16 +184,16 @@ fn new_neighbour_receives_what_it_should_keep() {
         )
     };
     let actions =
-        node.on(Event::Store { id: OperationId(1), items: (0..10).map(item).collect() }, NOW);
-    assert!(matches!(&actions[..], [Action::Stored { accepted, .. }] if *accepted == [1; 10]));
+        node.on(DhtEvent::Store { id: OperationId(1), items: (0..10).map(item).collect() }, NOW);
+    assert!(matches!(&actions[..], [DhtAction::Stored { accepted, .. }] if *accepted == [1; 10]));
     let actions = node.on(ping(&newcomer, false), NOW);
-    let [Action::Reply { .. }, Action::Call { call, request: Request::Ping(_), .. }] = &actions[..]
+    let [DhtAction::Reply { .. }, DhtAction::Call { call, request: DhtRequest::Ping(_), .. }] = &actions[..]
     else {
         panic!("it is called back first: {actions:?}")
     };
     let response = pong(&newcomer, NOW, false);
-    let actions = node.on(Event::Answered { call: *call, response }, NOW);
-    let [Action::Call { peer, request: Request::Store(request), .. }] = &actions[..] else {
+    let actions = node.on(DhtEvent::Answered { call: *call, response }, NOW);
+    let [DhtAction::Call { peer, request: DhtRequest::Store(request), .. }] = &actions[..] else {
         panic!("{actions:?}")
     };
     assert_eq!((*peer, request.keys.len()), (newcomer.peer_id, 10));
@@ -206,12 +206,12 @@ fn misaligned_and_malformed_requests_are_refused() {
     let mut node = node();
     let mut refused = |request| {
         let event =
-            Event::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request };
+            DhtEvent::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request };
         let actions = node.on(event, NOW);
-        matches!(&actions[..], [Action::Reply { response: Err(_), .. }])
+        matches!(&actions[..], [DhtAction::Reply { response: Err(_), .. }])
     };
     let key = Bytes::copy_from_slice(&[1; 20]);
-    assert!(refused(Request::Store(StoreRequest {
+    assert!(refused(DhtRequest::Store(StoreRequest {
         keys: vec![key.clone()],
         ..StoreRequest::default()
     })));
@@ -223,12 +223,12 @@ fn misaligned_and_malformed_requests_are_refused() {
         in_cache: vec![false],
         ..StoreRequest::default()
     };
-    assert!(refused(Request::Store(malformed)));
-    assert!(refused(Request::Find(FindRequest {
+    assert!(refused(DhtRequest::Store(malformed)));
+    assert!(refused(DhtRequest::Find(FindRequest {
         keys: vec![Bytes::from_static(b"short")],
         ..FindRequest::default()
     })));
-    assert!(refused(Request::Find(FindRequest { keys: vec![key; 257], ..FindRequest::default() })));
+    assert!(refused(DhtRequest::Find(FindRequest { keys: vec![key; 257], ..FindRequest::default() })));
 }
 
 #[test]
@@ -245,11 +245,11 @@ fn cache_makes_room_and_is_read_when_it_is_newer() {
             in_cache: vec![in_cache],
             ..StoreRequest::default()
         };
-        let request = Request::Store(request);
-        let event = Event::Inbound { id: InboundId(1), from, net: Net::Unknown, request };
+        let request = DhtRequest::Store(request);
+        let event = DhtEvent::Inbound { id: InboundId(1), from, net: Net::Unknown, request };
         let actions = node.on(event, NOW);
         match &actions[..] {
-            [Action::Reply { response: Ok(Response::Store(response)), .. }] => response.store_ok[0],
+            [DhtAction::Reply { response: Ok(Response::Store(response)), .. }] => response.store_ok[0],
             other => panic!("{other:?}"),
         }
     };
@@ -257,9 +257,9 @@ fn cache_makes_room_and_is_read_when_it_is_newer() {
     assert!(store(1, NOW + 8.0, false));
     let mut find = |n: u8| {
         let event =
-            Event::Get { id: OperationId(1), keys: vec![DhtId::of_bytes(&[n])], latest: true };
+            DhtEvent::Get { id: OperationId(1), keys: vec![DhtId::of_bytes(&[n])], latest: true };
         match node.on(event, NOW).pop() {
-            Some(Action::Found { mut found, .. }) => {
+            Some(DhtAction::Found { mut found, .. }) => {
                 found.remove(0).1.map(|stored| stored.expiration())
             }
             other => panic!("{other:?}"),
@@ -274,20 +274,20 @@ fn made_up_node_ids_draw_nothing() {
     let mut node = node();
     let value = |n: u32| Timed { value: vec![n as u8; 8000].into(), expiration: NOW + 60.0 };
     let item = |n: u32| (DhtId::of_bytes(&n.to_be_bytes()), Item::Regular(value(n)));
-    node.on(Event::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
+    node.on(DhtEvent::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
     let peer_id = PeerId::random();
     let mut calls = Vec::new();
     for n in 1..16 {
         let claimed = Contact { peer_id, ..contact(n) };
         let actions = node.on(ping(&claimed, false), NOW);
-        calls.extend(actions.into_iter().filter(|action| matches!(action, Action::Call { .. })));
+        calls.extend(actions.into_iter().filter(|action| matches!(action, DhtAction::Call { .. })));
     }
     let (call, _, request) = only_call(calls);
-    assert!(matches!(request, Request::Ping(_)));
+    assert!(matches!(request, DhtRequest::Ping(_)));
     let response = pong(&Contact { peer_id, ..contact(99) }, NOW, false);
-    let actions = node.on(Event::Answered { call, response }, NOW);
+    let actions = node.on(DhtEvent::Answered { call, response }, NOW);
     let stored =
-        |action: &&Action| matches!(action, Action::Call { request: Request::Store(_), .. });
+        |action: &&DhtAction| matches!(action, DhtAction::Call { request: DhtRequest::Store(_), .. });
     assert_eq!(actions.iter().filter(stored).count(), 0, "another id than it claimed");
 }
 
@@ -296,20 +296,20 @@ fn welcomes_stay_within_their_bytes() {
     let mut node = node();
     let value = || Timed { value: vec![7; 60_000].into(), expiration: NOW + 60.0 };
     let item = |n: u32| (DhtId::of_bytes(&n.to_be_bytes()), Item::Regular(value()));
-    node.on(Event::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
+    node.on(DhtEvent::Store { id: OperationId(1), items: (0..500).map(item).collect() }, NOW);
     let mut bytes = 0;
     for n in 1..60 {
         let newcomer = contact(n);
         let mut actions = node.on(ping(&newcomer, false), NOW);
         while let Some(action) = actions.pop() {
             match action {
-                Action::Call { call, peer, request: Request::Ping(_) }
+                DhtAction::Call { call, peer, request: DhtRequest::Ping(_) }
                     if peer == newcomer.peer_id =>
                 {
                     let response = pong(&newcomer, NOW, false);
-                    actions.extend(node.on(Event::Answered { call, response }, NOW));
+                    actions.extend(node.on(DhtEvent::Answered { call, response }, NOW));
                 }
-                Action::Call { request: Request::Store(request), .. } => {
+                DhtAction::Call { request: DhtRequest::Store(request), .. } => {
                     bytes += request.values.iter().map(Bytes::len).sum::<usize>();
                 }
                 _ => {}
@@ -328,7 +328,7 @@ fn refused_renewal_is_answered_by_a_newer_one() {
     let own = crate::dht::storage::tag_of(&node.config.own.peer_id);
     let key = DhtId::of_text("model.0");
     let item = Item::Entry(own.clone(), Timed { value: "true".into(), expiration: NOW + 240.0 });
-    let event = Event::Store { id: OperationId(1), items: vec![(key, item)] };
+    let event = DhtEvent::Store { id: OperationId(1), items: vec![(key, item)] };
     let (call, ..) = only_call(node.on(event, NOW));
     let found = |found: Option<Dictionary>| {
         let mut result = FindResult::default();
@@ -342,21 +342,21 @@ fn refused_renewal_is_answered_by_a_newer_one() {
         Some(Response::Store(StoreResponse { auth: None, store_ok: vec![ok], peer: None }))
     };
     let (call, _, request) =
-        only_call(node.on(Event::Answered { call, response: found(None) }, NOW));
-    assert!(matches!(request, Request::Store(_)));
+        only_call(node.on(DhtEvent::Answered { call, response: found(None) }, NOW));
+    assert!(matches!(request, DhtRequest::Store(_)));
     let (call, _, request) =
-        only_call(node.on(Event::Answered { call, response: stored(false) }, NOW));
-    assert!(matches!(request, Request::Find(_)), "{request:?}");
+        only_call(node.on(DhtEvent::Answered { call, response: stored(false) }, NOW));
+    assert!(matches!(request, DhtRequest::Find(_)), "{request:?}");
     let end = NOW + 29.0 * 86_400.0;
     let forged = Dictionary::single(own, Timed { value: "forged".into(), expiration: end }, None);
-    let event = Event::Answered { call, response: found(Some(forged)) };
+    let event = DhtEvent::Answered { call, response: found(Some(forged)) };
     let (call, peer, request) = only_call(node.on(event, NOW));
-    let Request::Store(request) = request else { panic!("{request:?}") };
+    let DhtRequest::Store(request) = request else { panic!("{request:?}") };
     assert_eq!((peer, &request.values[0][..]), (holder.peer_id, &b"true"[..]));
     assert_eq!(request.expiration_time, [end + 1.0]);
-    let actions = node.on(Event::Answered { call, response: stored(true) }, NOW);
+    let actions = node.on(DhtEvent::Answered { call, response: stored(true) }, NOW);
     assert!(
-        matches!(&actions[..], [Action::Stored { accepted, .. }] if *accepted == [2]),
+        matches!(&actions[..], [DhtAction::Stored { accepted, .. }] if *accepted == [2]),
         "{actions:?}"
     );
     assert_eq!(node.refused_renewals(), 1);
@@ -382,21 +382,21 @@ fn an_older_record_of_ours_never_replaces_a_newer_one() {
         };
         let joining = vec![entry("joining", NOW + 100.0)];
         let (call, ..) =
-            only_call(node.on(Event::Store { id: OperationId(1), items: joining }, NOW));
+            only_call(node.on(DhtEvent::Store { id: OperationId(1), items: joining }, NOW));
         let (first, _, request) =
-            only_call(node.on(Event::Answered { call, response: nothing(1) }, NOW));
-        assert!(matches!(request, Request::Store(_)));
+            only_call(node.on(DhtEvent::Answered { call, response: nothing(1) }, NOW));
+        assert!(matches!(request, DhtRequest::Store(_)));
         let offline = vec![entry("offline", NOW + 101.0)];
-        let later = Event::Store { id: OperationId(2), items: offline };
+        let later = DhtEvent::Store { id: OperationId(2), items: offline };
         let first = match newer_starts_before_the_question {
             true => {
                 node.on(later, NOW);
-                node.on(Event::Answered { call: first, response: stored(false) }, NOW)
+                node.on(DhtEvent::Answered { call: first, response: stored(false) }, NOW)
             }
             false => {
-                let asked = node.on(Event::Answered { call: first, response: stored(false) }, NOW);
+                let asked = node.on(DhtEvent::Answered { call: first, response: stored(false) }, NOW);
                 let (question, _, request) = only_call(asked);
-                assert!(matches!(request, Request::Find(_)), "{request:?}");
+                assert!(matches!(request, DhtRequest::Find(_)), "{request:?}");
                 node.on(later, NOW);
                 let mut result = FindResult::default();
                 result.set_type(ResultType::FoundDictionary);
@@ -405,12 +405,12 @@ fn an_older_record_of_ours_never_replaces_a_newer_one() {
                 (result.value, result.expiration_time) = (newer.encode(), NOW + 101.0);
                 let results = vec![result];
                 let found = Some(Response::Find(FindResponse { auth: None, results, peer: None }));
-                node.on(Event::Answered { call: question, response: found }, NOW)
+                node.on(DhtEvent::Answered { call: question, response: found }, NOW)
             }
         };
-        let again = first.iter().any(|action| matches!(action, Action::Call { .. }));
+        let again = first.iter().any(|action| matches!(action, DhtAction::Call { .. }));
         assert!(!again, "{first:?}");
-        let ended = matches!(&first[..], [Action::Stored { id: OperationId(1), .. }]);
+        let ended = matches!(&first[..], [DhtAction::Stored { id: OperationId(1), .. }]);
         assert!(ended, "{first:?}");
     }
 }
@@ -420,12 +420,12 @@ proptest! {
     fn no_request_from_the_wire_panics(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u8..3) {
         use prost::Message;
         let request = match kind {
-            0 => PingRequest::decode(&bytes[..]).map(Request::Ping),
-            1 => StoreRequest::decode(&bytes[..]).map(Request::Store),
-            _ => FindRequest::decode(&bytes[..]).map(Request::Find),
+            0 => PingRequest::decode(&bytes[..]).map(DhtRequest::Ping),
+            1 => StoreRequest::decode(&bytes[..]).map(DhtRequest::Store),
+            _ => FindRequest::decode(&bytes[..]).map(DhtRequest::Find),
         };
         if let Ok(request) = request {
-            node().on(Event::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request }, NOW);
+            node().on(DhtEvent::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request }, NOW);
         }
     }
 
@@ -434,7 +434,7 @@ proptest! {
         let (mut node, peer) = (node(), contact(1));
         acquaint(&mut node, &peer);
         let keys = vec![DhtId::of_text("k")];
-        let (call, ..) = only_call(node.on(Event::Get { id: OperationId(1), keys, latest: true }, NOW));
+        let (call, ..) = only_call(node.on(DhtEvent::Get { id: OperationId(1), keys, latest: true }, NOW));
         let result = FindResult {
             r#type: kind,
             value: value.into(),
@@ -443,6 +443,6 @@ proptest! {
             nearest_peer_ids: vec![id.into()],
         };
         let response = FindResponse { auth: None, results: vec![result], peer: None };
-        node.on(Event::Answered { call, response: Some(Response::Find(response)) }, NOW);
+        node.on(DhtEvent::Answered { call, response: Some(Response::Find(response)) }, NOW);
     }
 }

@@ -2,7 +2,7 @@
 //! others into the void. A caller enters the routing table when it has answered a ping at the id that
 //! it claims; the ping goes over the connection that it made.
 
-use super::{Contact, DhtId, Node, PeerId, Purpose};
+use super::{Contact, DhtId, Node, PeerId, LookupPurpose};
 use p2p::Net;
 use std::collections::HashMap;
 
@@ -22,10 +22,10 @@ impl Verifying {
     }
 }
 
-impl Purpose {
+impl LookupPurpose {
     /// Whether a node that answered a call with this id is what the call was for.
     pub(super) fn admits(&self, node_id: DhtId) -> bool {
-        !matches!(self, Purpose::Verify { claimed } if *claimed != node_id)
+        !matches!(self, LookupPurpose::Verify { claimed } if *claimed != node_id)
     }
 }
 
@@ -43,7 +43,7 @@ impl Node {
             || !self.verifying.has_room_for(net);
         if !is_refused {
             self.verifying.0.insert(peer_id, net);
-            self.ping(peer_id, false, Purpose::Verify { claimed: node_id }, now);
+            self.ping(peer_id, false, LookupPurpose::Verify { claimed: node_id }, now);
         }
     }
 

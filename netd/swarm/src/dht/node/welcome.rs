@@ -5,7 +5,7 @@
 
 use super::super::id::DhtId;
 use super::super::storage::Item;
-use super::{Contact, Node, PeerId, Purpose, REPLICAS, Request};
+use super::{Contact, Node, PeerId, LookupPurpose, REPLICAS, DhtRequest};
 use std::collections::HashMap;
 
 /// Stored keys that are looked through when a new node appears.
@@ -63,7 +63,7 @@ impl Node {
     fn welcome(&mut self, contact: Contact, now: f64) {
         let items = self.welcome_items(&contact.node_id, now);
         for (request, _) in self.store_requests(items, false) {
-            self.call(contact.peer_id, Request::Store(request), Purpose::Background, now);
+            self.call(contact.peer_id, DhtRequest::Store(request), LookupPurpose::Background, now);
         }
     }
 

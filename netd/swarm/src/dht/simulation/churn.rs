@@ -60,14 +60,14 @@ enum UnderWay {
 
 /// A server while it lives.
 #[derive(Clone, Debug)]
-struct Server {
+struct ChurnServer {
     span: std::ops::Range<usize>,
     is_announced: bool,
 }
 
 /// What was measured.
 #[derive(Debug, Default)]
-struct Figures {
+struct ChurnFigures {
     lookups: usize,
     /// Records of living servers that had announced themselves, and those of them that lookups found.
     records: usize,
@@ -92,13 +92,13 @@ struct Figures {
 
 struct Field {
     churn: Churn,
-    swarm: Swarm,
+    swarm: SimulatedSwarm,
     rng: StdRng,
     agenda: BTreeMap<(u64, u64), Due>,
     running: HashMap<u64, UnderWay>,
-    servers: BTreeMap<usize, Server>,
+    servers: BTreeMap<usize, ChurnServer>,
     is_measuring: bool,
-    figures: Figures,
+    figures: ChurnFigures,
 }
 
 impl Field {
@@ -106,20 +106,20 @@ impl Field {
         let rng = StdRng::seed_from_u64(churn.seed);
         let mut field = Self {
             churn,
-            swarm: Swarm::new(),
+            swarm: SimulatedSwarm::new(),
             rng,
             agenda: BTreeMap::new(),
             running: HashMap::new(),
             servers: BTreeMap::new(),
             is_measuring: false,
-            figures: Figures::default(),
+            figures: ChurnFigures::default(),
         };
         for _ in 0..churn.servers {
             let through = field.someone();
             let number = field.place(false);
             let peers = through.map(|other| field.swarm.peer(other)).into_iter().collect();
-            let joined = field.swarm.run(number, |id| Event::Join { id, peers });
-            assert!(matches!(joined, Outcome::Joined(Ok(()))), "{joined:?}");
+            let joined = field.swarm.run(number, |id| DhtEvent::Join { id, peers });
+            assert!(matches!(joined, SearchOutcome::Joined(Ok(()))), "{joined:?}");
             field.joined(number);
         }
         for _ in 0..churn.clients {
@@ -157,14 +157,14 @@ impl Field {
         let all = self.churn.blocks;
         let blocks = self.rng.random_range(all / 20..=all * 6 / 20);
         let start = self.rng.random_range(0..=all - blocks);
-        self.servers.insert(number, Server { span: start..start + blocks, is_announced: false });
+        self.servers.insert(number, ChurnServer { span: start..start + blocks, is_announced: false });
         let first = self.rng.random_range(0.0..5.0);
         self.plan(first, Due::Announce(number));
         let share: f64 = self.rng.random_range(f64::MIN_POSITIVE..1.0);
         self.plan(-share.log2() * self.churn.half_life_s, Due::Leave(number));
     }
 
-    fn start(&mut self, node: usize, event: impl FnOnce(OperationId) -> Event, running: UnderWay) {
+    fn start(&mut self, node: usize, event: impl FnOnce(OperationId) -> DhtEvent, running: UnderWay) {
         let id = self.swarm.serial();
         self.running.insert(id, running);
         self.swarm.deliver(node, event(OperationId(id)));
@@ -178,7 +178,7 @@ impl Field {
             Due::Look(number) => self.look(number),
             Due::Tick => {
                 let living: Vec<usize> = self.living();
-                living.into_iter().for_each(|node| self.swarm.deliver(node, Event::Tick));
+                living.into_iter().for_each(|node| self.swarm.deliver(node, DhtEvent::Tick));
                 self.plan(TICK_S, Due::Tick);
             }
         }
@@ -201,7 +201,7 @@ impl Field {
         let since_us = self.swarm.now_us;
         self.start(
             number,
-            |id| Event::Store { id, items },
+            |id| DhtEvent::Store { id, items },
             UnderWay::Store { server: number, since_us },
         );
         self.plan(UPDATE_S, Due::Announce(number));
@@ -219,7 +219,7 @@ impl Field {
         let through = self.someone();
         let number = self.place(false);
         let peers = through.map(|other| self.swarm.peer(other)).into_iter().collect();
-        self.start(number, |id| Event::Join { id, peers }, UnderWay::Join(number));
+        self.start(number, |id| DhtEvent::Join { id, peers }, UnderWay::Join(number));
     }
 
     fn look(&mut self, number: usize) {
@@ -227,7 +227,7 @@ impl Field {
         let there = announced.map(|(number, _)| *number).collect();
         let keys = (0..self.churn.blocks).map(|number| DhtId::of_text(&block(number))).collect();
         let running = UnderWay::Look { since_us: self.swarm.now_us, there };
-        self.start(number, |id| Event::Get { id, keys, latest: true }, running);
+        self.start(number, |id| DhtEvent::Get { id, keys, latest: true }, running);
         self.plan(LOOK_S, Due::Look(number));
     }
 
@@ -240,14 +240,14 @@ impl Field {
                 continue;
             };
             match (running, outcome) {
-                (UnderWay::Join(number), Outcome::Joined(Ok(()))) => self.joined(number),
-                (UnderWay::Join(number), Outcome::Joined(Err(_))) => {
+                (UnderWay::Join(number), SearchOutcome::Joined(Ok(()))) => self.joined(number),
+                (UnderWay::Join(number), SearchOutcome::Joined(Err(_))) => {
                     // It tries once more through another one.
                     self.swarm.nodes[number] = None;
                     self.figures.joins_failed += 1;
                     self.come();
                 }
-                (UnderWay::Store { server, since_us }, Outcome::Stored(accepted)) => {
+                (UnderWay::Store { server, since_us }, SearchOutcome::Stored(accepted)) => {
                     if let Some(server) = self.servers.get_mut(&server) {
                         server.is_announced = true;
                     }
@@ -257,20 +257,20 @@ impl Field {
                         self.figures.store_ms.push((self.swarm.now_us - since_us) / 1000);
                     }
                 }
-                (UnderWay::Look { since_us, there }, Outcome::Found(found))
+                (UnderWay::Look { since_us, there }, SearchOutcome::Found(found))
                     if self.is_measuring =>
                 {
                     self.figures.look_ms.push((self.swarm.now_us - since_us) / 1000);
                     self.compare(&there, &found);
                 }
-                (UnderWay::Look { .. }, Outcome::Found(_)) => {}
+                (UnderWay::Look { .. }, SearchOutcome::Found(_)) => {}
                 (running, outcome) => panic!("{running:?} ended as {outcome:?}"),
             }
         }
     }
 
     /// Counts what a lookup found of those that were there at its begin and still are.
-    fn compare(&mut self, there: &[usize], found: &[(DhtId, Option<Stored>)]) {
+    fn compare(&mut self, there: &[usize], found: &[(DhtId, Option<StoredValue>)]) {
         let figures = &mut self.figures;
         figures.lookups += 1;
         let tags = self.servers.keys().map(|number| (*number, tag_of(&self.swarm.peers[*number])));
@@ -278,7 +278,7 @@ impl Field {
         let live_tags: std::collections::HashSet<_> = tags.values().collect();
         for (block, (_, stored)) in found.iter().enumerate() {
             let entries = match stored {
-                Some(Stored::Dictionary(dictionary)) => Some(&dictionary.entries),
+                Some(StoredValue::Dictionary(dictionary)) => Some(&dictionary.entries),
                 _ => None,
             };
             let of_block = there.iter().filter(|number| {
@@ -323,7 +323,7 @@ impl Field {
         self.swarm.now_us = until;
     }
 
-    fn run(mut self) -> Figures {
+    fn run(mut self) -> ChurnFigures {
         self.pass(WARM_UP_S);
         self.is_measuring = true;
         let (sent, received, servers) =

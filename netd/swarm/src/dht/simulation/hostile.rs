@@ -140,36 +140,36 @@ impl ByLatest {
     }
 }
 
-impl Swarm {
+impl SimulatedSwarm {
     /// Sees an event before the node it is for; true if a liar has taken it.
-    pub(super) fn overhear(&mut self, node: usize, event: &Event) -> bool {
-        let Event::Inbound { id, request, .. } = event else {
+    pub(super) fn overhear(&mut self, node: usize, event: &DhtEvent) -> bool {
+        let DhtEvent::Inbound { id, request, .. } = event else {
             return false;
         };
         let lie = self.liars.get(&node).cloned();
         match (request, lie) {
-            (Request::Find(find), Some(lie)) => {
+            (DhtRequest::Find(find), Some(lie)) => {
                 self.shadow.asked.push(node);
                 let response = lie.answer(find.keys.len(), self.info(node));
-                self.act(node, Action::Reply { id: *id, response: Ok(response) });
+                self.act(node, DhtAction::Reply { id: *id, response: Ok(response) });
                 true
             }
-            (Request::Store(store), Some(_)) => {
+            (DhtRequest::Store(store), Some(_)) => {
                 let store_ok = vec![true; store.keys.len()];
                 let response = StoreResponse { auth: None, store_ok, peer: Some(self.info(node)) };
                 let response = Ok(Response::Store(response));
-                self.act(node, Action::Reply { id: *id, response });
+                self.act(node, DhtAction::Reply { id: *id, response });
                 true
             }
-            (Request::Find(_), None) => {
+            (DhtRequest::Find(_), None) => {
                 self.shadow.asked.push(node);
                 false
             }
-            (Request::Store(store), None) => {
+            (DhtRequest::Store(store), None) => {
                 self.shadow.store(node, store);
                 false
             }
-            (Request::Ping(_), _) => false,
+            (DhtRequest::Ping(_), _) => false,
         }
     }
 
@@ -186,9 +186,9 @@ impl Swarm {
     }
 
     /// A request of a peer that is no node.
-    fn inject(&mut self, from: PeerId, net: Net, callee: usize, request: Request) {
+    fn inject(&mut self, from: PeerId, net: Net, callee: usize, request: DhtRequest) {
         let id = InboundId(self.serial());
-        self.deliver(callee, Event::Inbound { id, from, net, request });
+        self.deliver(callee, DhtEvent::Inbound { id, from, net, request });
     }
 }
 
@@ -213,7 +213,7 @@ impl Shadow {
 
 /// A swarm under attack, the key of its servers, and what both rules find.
 struct Field {
-    swarm: Swarm,
+    swarm: SimulatedSwarm,
     key: DhtId,
     attack: Attack,
     /// The nodes nearest to the key, in the beginning.
@@ -222,7 +222,7 @@ struct Field {
 
 /// Of the records that lookups could find, how many they did find.
 #[derive(Clone, Copy, Debug, Default)]
-struct Found {
+struct FoundRecords {
     ours: usize,
     /// Of the others, those of which a reader's own store had an older one, first hand.
     older: usize,
@@ -247,7 +247,7 @@ fn next_to(key: &DhtId, number: usize) -> DhtId {
 
 impl Field {
     fn new(name: &str, attack: Attack) -> Self {
-        let mut swarm = Swarm::new();
+        let mut swarm = SimulatedSwarm::new();
         swarm.limits.max_total_bytes = STORE_BYTES;
         swarm.limits.max_peer_bytes = STORE_BYTES / 8;
         for number in 0..NODES {
@@ -331,7 +331,7 @@ impl Field {
             add(&mut request, &self.key, tag, timed);
         }
         for node in self.near.clone() {
-            self.swarm.inject(from, net, node, Request::Store(request.clone()));
+            self.swarm.inject(from, net, node, DhtRequest::Store(request.clone()));
         }
     }
 
@@ -354,22 +354,22 @@ impl Field {
             peer: request.peer.clone(),
         };
         for node in self.near.clone() {
-            self.swarm.inject(from, net, node, Request::Store(request.clone()));
-            self.swarm.inject(from, net, node, Request::Find(find.clone()));
+            self.swarm.inject(from, net, node, DhtRequest::Store(request.clone()));
+            self.swarm.inject(from, net, node, DhtRequest::Find(find.clone()));
         }
     }
 
     /// Looks the key up at many nodes, and compares what they find with what the servers said last.
-    fn look(&mut self, value: &str) -> Found {
-        let mut found = Found::default();
+    fn look(&mut self, value: &str) -> FoundRecords {
+        let mut found = FoundRecords::default();
         for reader in (SERVERS..NODES).step_by(5) {
             self.swarm.shadow.asked.clear();
-            let ours = match self.swarm.run(reader, |id| Event::Get {
+            let ours = match self.swarm.run(reader, |id| DhtEvent::Get {
                 id,
                 keys: vec![self.key],
                 latest: true,
             }) {
-                Outcome::Found(mut found) => found.remove(0).1,
+                SearchOutcome::Found(mut found) => found.remove(0).1,
                 other => panic!("{other:?}"),
             };
             let by_latest = self.by_latest(reader);
@@ -379,7 +379,7 @@ impl Field {
                     timed.is_some_and(|timed| timed.value == value.as_bytes())
                 };
                 let of_ours = match &ours {
-                    Some(Stored::Dictionary(dictionary)) => dictionary.entries.get(&tag),
+                    Some(StoredValue::Dictionary(dictionary)) => dictionary.entries.get(&tag),
                     _ => None,
                 };
                 let of_latest = match &by_latest {
@@ -389,7 +389,7 @@ impl Field {
                 let own = self.swarm.nodes[reader]
                     .as_ref()
                     .and_then(|node| node.storage().find(&self.key, self.swarm.now()));
-                let has_older = matches!(&own, Some(Stored::Dictionary(own))
+                let has_older = matches!(&own, Some(StoredValue::Dictionary(own))
                     if own.entries.get(&tag).is_some_and(|timed| timed.value == "before"));
                 found.of += 1;
                 found.older += usize::from(!is_current(of_ours) && has_older);
@@ -428,8 +428,8 @@ fn add(request: &mut StoreRequest, key: &DhtId, tag: Bytes, timed: Timed) {
 
 /// The servers announce themselves, the attack comes, they announce themselves again, and it comes
 /// again.
-fn found_under(attack: Attack) -> Found {
-    let mut all = Found::default();
+fn found_under(attack: Attack) -> FoundRecords {
+    let mut all = FoundRecords::default();
     let names = ["model.0", "model.7", "model.31"];
     // A flood takes seconds.
     let fields = if matches!(attack, Attack::Sybils) { 1 } else { names.len() };

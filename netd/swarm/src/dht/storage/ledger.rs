@@ -23,7 +23,7 @@ pub(super) type Account = (Net, PeerId);
 type Ends = BTreeSet<(Expiry, DhtId, Bytes)>;
 
 #[derive(Debug)]
-struct Entry {
+struct LedgerEntry {
     account: Option<Account>,
     bytes: usize,
     expiration: f64,
@@ -45,7 +45,7 @@ struct PeerAccount {
 /// The accounts of a store.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
-    entries: HashMap<DhtId, HashMap<Bytes, Entry>>,
+    entries: HashMap<DhtId, HashMap<Bytes, LedgerEntry>>,
     ends: Ends,
     nets: HashMap<Net, NetAccount>,
     sizes: BTreeSet<(usize, Net)>,
@@ -99,7 +99,7 @@ impl Ledger {
             crowd.add(net, Expiry(expiration), tag.clone());
         }
         self.ends.insert(end);
-        self.entries.entry(key).or_default().insert(tag, Entry { account, bytes, expiration });
+        self.entries.entry(key).or_default().insert(tag, LedgerEntry { account, bytes, expiration });
     }
 
     /// An entry is gone.

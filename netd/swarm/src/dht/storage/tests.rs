@@ -27,10 +27,10 @@ fn storage() -> Storage {
     Storage::new(StorageLimits::default(), *OWN)
 }
 
-fn values(stored: &Stored) -> Vec<&[u8]> {
+fn values(stored: &StoredValue) -> Vec<&[u8]> {
     match stored {
-        Stored::Regular(timed) => vec![&timed.value],
-        Stored::Dictionary(dictionary) => {
+        StoredValue::Regular(timed) => vec![&timed.value],
+        StoredValue::Dictionary(dictionary) => {
             dictionary.iter().map(|(_, timed)| &timed.value[..]).collect()
         }
     }
@@ -139,17 +139,17 @@ fn merge_keeps_the_newest_entry_of_each_subkey() {
                 None => all = Some(Dictionary::single(tag, timed, None)),
             }
         }
-        Stored::Dictionary(all.unwrap())
+        StoredValue::Dictionary(all.unwrap())
     };
     let mut merged = dictionary(&[("a", b"1", 5.0), ("b", b"2", 9.0)]);
     merged.merge(dictionary(&[("a", b"3", 6.0), ("b", b"4", 8.0), ("c", b"5", 1.0)]));
     assert_eq!(values(&merged), [b"3", b"2", b"5"]);
     assert_eq!(values(&merged.clone().live(2.0).unwrap()), [b"3", b"2"]);
     assert_eq!(merged.clone().live(10.0), None);
-    merged.merge(Stored::Regular(timed(b"r", 8.5)));
-    merged.merge(Stored::Regular(timed(b"r", 9.5)));
+    merged.merge(StoredValue::Regular(timed(b"r", 8.5)));
+    merged.merge(StoredValue::Regular(timed(b"r", 9.5)));
     assert_eq!(values(&merged).len(), 3, "one value hides no dictionary");
-    let mut regular = Stored::Regular(timed(b"r", 9.5));
+    let mut regular = StoredValue::Regular(timed(b"r", 9.5));
     regular.merge(merged);
     assert_eq!(values(&regular).len(), 3);
 }
@@ -217,9 +217,9 @@ fn one_peer_cannot_fill_the_store_and_gets_its_room_back() {
 
 /// Bytes of all entries, counted anew.
 fn bytes_of(storage: &Storage) -> usize {
-    let of = |stored: &Stored| match stored {
-        Stored::Regular(timed) => ENTRY_OVERHEAD + timed.value.len(),
-        Stored::Dictionary(dictionary) => dictionary
+    let of = |stored: &StoredValue| match stored {
+        StoredValue::Regular(timed) => ENTRY_OVERHEAD + timed.value.len(),
+        StoredValue::Dictionary(dictionary) => dictionary
             .iter()
             .map(|(tag, timed)| ENTRY_OVERHEAD + tag.len() + timed.value.len())
             .sum(),
@@ -342,7 +342,7 @@ fn the_entries_of_a_full_key_are_shared_among_nets() {
     assert!(announce(1, 90.0).is_none() && announce(2, 90.0).is_none());
     let third = announce(3, 90.0).expect("a third net has fewer");
     let stored = storage.find(&key(), 0.0).unwrap();
-    let Stored::Dictionary(dictionary) = stored else { panic!() };
+    let StoredValue::Dictionary(dictionary) = stored else { panic!() };
     let has = |peer: &PeerId| dictionary.entries.contains_key(&tag_of(peer));
     assert!(has(&third) && dictionary.entries.len() == 8);
     assert!(attackers[..4].iter().all(|peer| !has(peer)), "those that end first went");
@@ -360,7 +360,7 @@ fn an_older_record_of_a_peer_never_replaces_a_newer_one_of_its_own() {
     let peer = PeerId::random();
     let heard = |value: &'static [u8], expiration| {
         let Item::Entry(tag, timed) = record(&peer, value, expiration) else { panic!() };
-        let mut stored = Stored::Dictionary(Dictionary::single(tag.clone(), timed, None));
+        let mut stored = StoredValue::Dictionary(Dictionary::single(tag.clone(), timed, None));
         stored.heard_from(&tag);
         stored
     };

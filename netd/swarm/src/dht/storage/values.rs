@@ -34,7 +34,7 @@ pub struct Dictionary {
 
 /// What is stored under a key.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Stored {
+pub enum StoredValue {
     Regular(Timed),
     /// Values by subkey.
     Dictionary(Dictionary),
@@ -210,7 +210,7 @@ impl Dictionary {
     }
 }
 
-impl Stored {
+impl StoredValue {
     /// When all of it has ended.
     #[must_use]
     pub fn expiration(&self) -> f64 {
@@ -311,11 +311,11 @@ impl Item {
     }
 }
 
-impl From<Stored> for Item {
-    fn from(stored: Stored) -> Self {
+impl From<StoredValue> for Item {
+    fn from(stored: StoredValue) -> Self {
         match stored {
-            Stored::Regular(timed) => Self::Regular(timed),
-            Stored::Dictionary(dictionary) => Self::Dictionary(dictionary),
+            StoredValue::Regular(timed) => Self::Regular(timed),
+            StoredValue::Dictionary(dictionary) => Self::Dictionary(dictionary),
         }
     }
 }

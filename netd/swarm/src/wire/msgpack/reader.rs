@@ -5,7 +5,7 @@ use super::{EXT_TUPLE, Limits, MsgpackError, Value};
 /// Reads exactly one value.
 pub(super) fn read(bytes: &[u8], limits: Limits) -> Result<Value, MsgpackError> {
     let mut values_left = limits.max_values;
-    let mut reader = Reader { rest: bytes, limits, values_left: &mut values_left };
+    let mut reader = MsgpackReader { rest: bytes, limits, values_left: &mut values_left };
     let value = reader.value(1)?;
     match reader.rest.len() {
         0 => Ok(value),
@@ -13,13 +13,13 @@ pub(super) fn read(bytes: &[u8], limits: Limits) -> Result<Value, MsgpackError> 
     }
 }
 
-struct Reader<'a, 'c> {
+struct MsgpackReader<'a, 'c> {
     rest: &'a [u8],
     limits: Limits,
     values_left: &'c mut usize,
 }
 
-impl<'a> Reader<'a, '_> {
+impl<'a> MsgpackReader<'a, '_> {
     fn value(&mut self, depth: usize) -> Result<Value, MsgpackError> {
         if depth > self.limits.max_depth {
             return Err(MsgpackError::TooLarge { limit: self.limits.max_depth, what: "levels" });
@@ -80,7 +80,7 @@ impl<'a> Reader<'a, '_> {
             return Ok(Value::Ext(kind, payload.to_vec()));
         }
         let mut inner =
-            Reader { rest: payload, limits: self.limits, values_left: self.values_left };
+            MsgpackReader { rest: payload, limits: self.limits, values_left: self.values_left };
         match (inner.value(depth + 1)?, inner.rest.len()) {
             (Value::List(items), 0) => Ok(Value::Tuple(items)),
             _ => Err(MsgpackError::Malformed("a tuple that is not one array")),

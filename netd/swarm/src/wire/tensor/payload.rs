@@ -44,7 +44,7 @@ pub(super) fn split_payload(
         Compression::Float16 => holds(2).then(|| Payload::Half(buffer.clone())),
         Compression::MeanStd16Bit => mean_std(buffer, count, row),
         Compression::Uniform8Bit | Compression::Quantile8Bit => {
-            let mut parts = Parts(buffer.clone());
+            let mut parts = PayloadParts(buffer.clone());
             parts.expect_count(CODEBOOK_ENTRIES)?;
             let codebook = parts.codebook()?;
             let indexes = parts.exactly(count)?;
@@ -52,7 +52,7 @@ pub(super) fn split_payload(
         }
         Compression::Blockwise8Bit => {
             let blocks = count.div_ceil(BLOCKWISE_ELEMENTS);
-            let mut parts = Parts(buffer.clone());
+            let mut parts = PayloadParts(buffer.clone());
             parts.expect_count(blocks)?;
             parts.expect_count(CODEBOOK_ENTRIES)?;
             let scales = parts.floats(blocks)?;
@@ -65,7 +65,7 @@ pub(super) fn split_payload(
 
 pub(super) fn mean_std(buffer: &Bytes, count: usize, row: usize) -> Option<Payload> {
     let rows = count.checked_div(row).unwrap_or(0);
-    let mut parts = Parts(buffer.clone());
+    let mut parts = PayloadParts(buffer.clone());
     let values = parts.take(count.checked_mul(2)?)?;
     let means = parts.floats(rows)?;
     let stds = parts.floats(rows)?;
@@ -73,9 +73,9 @@ pub(super) fn mean_std(buffer: &Bytes, count: usize, row: usize) -> Option<Paylo
 }
 
 /// What is left of a compound buffer.
-pub(super) struct Parts(Bytes);
+pub(super) struct PayloadParts(Bytes);
 
-impl Parts {
+impl PayloadParts {
     fn take(&mut self, bytes: usize) -> Option<Bytes> {
         (bytes <= self.0.len()).then(|| self.0.split_to(bytes))
     }

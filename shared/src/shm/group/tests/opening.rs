@@ -8,7 +8,7 @@ use super::*;
 use crate::shm::layout::LAYOUT_VERSION;
 use crate::shm::segment::{SegmentError, SmallSegment};
 
-fn try_open(group: &Group, shape: &GroupShape, rank: u16) -> GroupMapError {
+fn try_open(group: &GroupOwner, shape: &GroupShape, rank: u16) -> GroupMapError {
     let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
     GroupMap::open(segment, bells, shape, Rank(rank)).unwrap_err()
 }
@@ -28,7 +28,7 @@ fn shapes_are_bounded() {
     ];
     let group = create(&sound);
     for shape in shapes {
-        let refused = Group::create("sepal-test-group", &shape);
+        let refused = GroupOwner::create("sepal-test-group", &shape);
         assert!(matches!(refused, Err(GroupMapError::Shape(_))), "{shape:?}");
         assert!(matches!(try_open(&group, &shape, 0), GroupMapError::Shape(_)), "{shape:?}");
     }

@@ -10,11 +10,11 @@ fn shape_with_log(world: u16, log_bytes: usize) -> GroupShape {
     GroupShape { log_bytes, ..shape(world, 1) }
 }
 
-fn writer(group: &Group, shape: &GroupShape) -> PlanWriter {
+fn writer(group: &GroupOwner, shape: &GroupShape) -> PlanWriter {
     PlanWriter::new(&open(group, shape, 0), policy(Duration::ZERO)).unwrap()
 }
 
-fn reader(group: &Group, shape: &GroupShape, rank: u16) -> PlanReader {
+fn reader(group: &GroupOwner, shape: &GroupShape, rank: u16) -> PlanReader {
     PlanReader::new(&open(group, shape, rank), policy(Duration::ZERO)).unwrap()
 }
 

@@ -21,7 +21,7 @@ const LEN: usize = 5;
 
 const TAG: FdTag = FdTag(1);
 
-fn run_child(group: &Group, stores: u64) -> ExitStatus {
+fn run_child(group: &GroupOwner, stores: u64) -> ExitStatus {
     let (ours, theirs) = DescriptorSocket::pair().unwrap();
     let (segment, bells) = (group.try_clone().unwrap(), group.doorbells().unwrap());
     ours.send(TAG, &[segment.as_fd(), bells[0].as_fd(), bells[1].as_fd()]).unwrap();
@@ -45,7 +45,7 @@ fn dying_rank() {
     let mut fds = socket.recv(TAG, 3, DEADLINE).unwrap();
     let bells = fds.split_off(1);
     let map = GroupMap::open(fds.remove(0), bells, &shape(2, LEN), Rank(1)).unwrap();
-    let mut member = Member::new(&map, policy(Duration::ZERO)).unwrap();
+    let mut member = GroupMember::new(&map, policy(Duration::ZERO)).unwrap();
     for round in 0.. {
         if round == WHOLE {
             die_at_store(stores.parse().unwrap());
@@ -55,7 +55,7 @@ fn dying_rank() {
 }
 
 /// Sums until the abort, and counts in `sums`.
-fn sum_until_aborted(member: &mut Member, sums: &Mutex<usize>) {
+fn sum_until_aborted(member: &mut GroupMember, sums: &Mutex<usize>) {
     for round in 0.. {
         let mut values = values(0, round, LEN);
         match member.all_reduce(&mut values) {

@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
 use swarm::health::{Bans, Pings};
-use swarm::routing::{Candidate, Leg, max_throughput, min_latency, without_banned};
+use swarm::routing::{RouteCandidate, Leg, max_throughput, min_latency, without_banned};
 
 use crate::clock;
 use crate::directory::Directory;
@@ -125,7 +125,7 @@ impl Client {
         now: f64,
     ) -> Option<Vec<Hop>> {
         let (now, blocks) = (clock::at(now), blocks.start as u32..blocks.end as u32);
-        let known = |record: &Candidate<usize>| Candidate {
+        let known = |record: &RouteCandidate<usize>| RouteCandidate {
             ping_s: self.pings.seconds(&record.peer, now),
             ..record.clone()
         };

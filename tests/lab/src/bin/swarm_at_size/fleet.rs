@@ -18,7 +18,7 @@ use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
 use swarm::health::Pings;
-use swarm::routing::Candidate;
+use swarm::routing::RouteCandidate;
 use swarm::view::ServerSpan;
 use swarm::wire::records::{ServerInfo, ServerState};
 
@@ -179,7 +179,7 @@ pub struct Fleet {
     /// What Sepal's and Petals' servers see, in the order of PeerIDs.
     views: [Vec<ServerSpan>; 2],
     /// What clients read, and until when.
-    records: Vec<Option<(Candidate<usize>, f64)>>,
+    records: Vec<Option<(RouteCandidate<usize>, f64)>>,
     /// Moves so far.
     pub moves: u32,
 }
@@ -427,7 +427,7 @@ impl Fleet {
         let Server { serves, machine, rng, .. } = &mut self.servers[number];
         let span = serves.clone().unwrap_or(0..0);
         let (from, mut found) = (machine.location, Vec::new());
-        let is_near = |record: &&Candidate<usize>| {
+        let is_near = |record: &&RouteCandidate<usize>| {
             (record.blocks.start as usize) < span.end && span.start + 1 < record.blocks.end as usize
         };
         found.extend(
@@ -481,7 +481,7 @@ impl Fleet {
             return;
         };
         let pings = server.next_pings.known(clock::at(now)).map(|(to, ping_s)| (*to, ping_s));
-        let record = Candidate {
+        let record = RouteCandidate {
             peer: number,
             blocks: span.start as u32..span.end as u32,
             inference_rps: Some(server.machine.inference_rps),

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpu_worker::link::{LINK_DESCRIPTORS, Link};
+use gpu_worker::link::{LINK_DESCRIPTORS, NetdLink};
 use ipc_channel::TryRecvError;
 use model::manifest::Manifest;
 use shared::bootstrap::{Bootstrap, ControlEnds};
@@ -102,7 +102,7 @@ struct Worker {
     init: WorkerInit,
     board: BoardWriter,
     device: Device,
-    link: Option<Link>,
+    link: Option<NetdLink>,
     is_draining: bool,
 }
 
@@ -134,9 +134,9 @@ impl Worker {
         }
     }
 
-    fn open(&self, link: &LinkInit, ends: &Ends) -> Result<Link, Stop> {
+    fn open(&self, link: &LinkInit, ends: &Ends) -> Result<NetdLink, Stop> {
         let fds = ends.descriptors.recv(link.fds, LINK_DESCRIPTORS, DESCRIPTOR_TIMEOUT)?;
-        Ok(Link::open(link, self.init.worker, self.init.generation, fds)?)
+        Ok(NetdLink::open(link, self.init.worker, self.init.generation, fds)?)
     }
 
     fn take_jobs(&mut self) -> Result<(), Stop> {
@@ -182,7 +182,7 @@ impl Worker {
     }
 }
 
-fn accepted(link: &Link, entry: &Entry, limits: &JobLimits) -> Result<Job, JobError> {
+fn accepted(link: &NetdLink, entry: &Entry, limits: &JobLimits) -> Result<Job, JobError> {
     let descriptor = JobDescriptor::decode(entry)?;
     let mut bytes = vec![0u8; descriptor.body.len as usize];
     read(link, descriptor.body, &mut bytes)?;
@@ -190,7 +190,7 @@ fn accepted(link: &Link, entry: &Entry, limits: &JobLimits) -> Result<Job, JobEr
 }
 
 /// The output of a job: its input, or for gradients the gradient of its output. The gradient of prompts is zero.
-fn copy(link: &Link, body: &JobBody) -> Result<(), JobError> {
+fn copy(link: &NetdLink, body: &JobBody) -> Result<(), JobError> {
     let from =
         body.output_gradient.filter(|_| body.kind == WorkKind::Backward).unwrap_or(body.input);
     let mut bytes = vec![0u8; from.len as usize];
@@ -202,11 +202,11 @@ fn copy(link: &Link, body: &JobBody) -> Result<(), JobError> {
     }
 }
 
-fn read(link: &Link, slot: SlotRef, bytes: &mut [u8]) -> Result<(), JobError> {
+fn read(link: &NetdLink, slot: SlotRef, bytes: &mut [u8]) -> Result<(), JobError> {
     link.arena.read(slot.offset, bytes).map_err(|_| bad_slot(slot))
 }
 
-fn write(link: &Link, slot: SlotRef, bytes: &[u8]) -> Result<(), JobError> {
+fn write(link: &NetdLink, slot: SlotRef, bytes: &[u8]) -> Result<(), JobError> {
     link.arena.write(slot.offset, bytes).map_err(|_| bad_slot(slot))
 }
 
@@ -215,7 +215,7 @@ fn bad_slot(slot: SlotRef) -> JobError {
 }
 
 fn answer(
-    link: &mut Link,
+    link: &mut NetdLink,
     job: &JobDescriptor,
     result: Result<(), JobError>,
     time: Duration,
