@@ -195,7 +195,7 @@ async fn what_an_unkillable_workers_jobs_name_stays_out_of_use() {
     rig.memory().orders.paused.store(true, SeqCst);
     let message = session.message(hidden(1, &[2.0]), Some(32), None, None);
     session.send(&message).await;
-    until(|| rig.service.workers.arena().slots_in_use() == 3).await;
+    until(|| rig.memory().orders.holds.load(SeqCst)).await;
     let worker = &rig.workers[0];
     rig.service.workers.unkillable(worker.id(), worker.generation);
     assert!(session.answer().await.unwrap_err().contains("will not be restarted"));

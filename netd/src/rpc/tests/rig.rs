@@ -56,6 +56,8 @@ const ARENA_BYTES: u64 = 4 << 20;
 pub struct Orders {
     /// Computes nothing.
     pub paused: AtomicBool,
+    /// A paused worker has taken a job.
+    pub holds: AtomicBool,
     /// Ends without an answer when it takes a job with this many tokens; 0 never.
     pub dies_at_tokens: AtomicU32,
     /// Ends now.
@@ -352,6 +354,7 @@ fn work(memory: &Memory, limits: &JobLimits, mut worker: FakeWorker, arena: &Are
         while let Some(job) = worker.take() {
             // A job that was taken while the order came is held as well.
             while orders.paused.load(Ordering::SeqCst) {
+                orders.holds.store(true, Ordering::SeqCst);
                 if orders.killed.load(Ordering::SeqCst) {
                     return;
                 }

@@ -12,10 +12,8 @@ use tracing::warn;
 
 use super::super::sequenced::{DoNotFit, Unreadable};
 use super::super::sync::Ordering;
-use super::view::ChildSnapshot;
-use super::{BoardView, BoardWriter, ChildState};
+use super::{BoardView, BoardWriter};
 use crate::clock::monotonic_ns;
-use crate::control::Role;
 use crate::figures::{Figures, FiguresError};
 use crate::ids::Generation;
 
@@ -42,11 +40,9 @@ struct Last {
 }
 
 impl BoardView {
-    /// What netd shows, if one of these children is a netd that runs.
-    pub(super) fn figures_of(&self, children: &[ChildSnapshot]) -> Option<Figures> {
-        let is_netd = |child: &&ChildSnapshot| child.role == Some(Role::Netd);
-        let netd = children.iter().find(is_netd).filter(|netd| netd.state.is_running())?;
-        Some(self.last.update(netd.generation, self.read_figures()))
+    /// What the netd of this generation, which runs, shows.
+    pub(super) fn figures_of(&self, netd: Generation) -> Figures {
+        self.last.update(netd, self.read_figures())
     }
 
     /// Nothing was counted before netd shows anything.
@@ -81,13 +77,6 @@ impl LastFigures {
             }
         }
         last.figures.clone()
-    }
-}
-
-impl ChildState {
-    /// Whether the child of a seat in this state has a process that works.
-    fn is_running(self) -> bool {
-        matches!(self, ChildState::Starting | ChildState::Ready | ChildState::Draining)
     }
 }
 

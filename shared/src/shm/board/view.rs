@@ -91,7 +91,7 @@ impl BoardView {
         let header = &self.layout().header;
         let children = self.children();
         let restarts = self.restarts().into_iter().filter(|of| of.count > 0).collect();
-        let shown = self.figures_of(&children).unwrap_or_default();
+        let shown = running_netd(&children).map(|netd| self.figures_of(netd)).unwrap_or_default();
         BoardSnapshot {
             instance: header.instance.text().unwrap_or_default(),
             supervisor_pid: narrow(header.supervisor_pid.load(Ordering::Relaxed)),
@@ -109,7 +109,7 @@ impl BoardView {
 
     /// What netd shows; `None` while it does not run.
     pub fn figures(&self) -> Option<Figures> {
-        self.figures_of(&self.children())
+        running_netd(&self.children()).map(|netd| self.figures_of(netd))
     }
 
     /// What supervisor and workers count.
@@ -177,6 +177,14 @@ impl BoardView {
         // processes are no data race.
         unsafe { self.segment.base().cast::<BoardLayout>().as_ref() }
     }
+}
+
+/// The generation of the netd that runs, if one of these children is it.
+fn running_netd(children: &[ChildSnapshot]) -> Option<Generation> {
+    let is_netd = |child: &&ChildSnapshot| child.role == Some(Role::Netd);
+    let netd = children.iter().find(is_netd)?;
+    let runs = [ChildState::Starting, ChildState::Ready, ChildState::Draining];
+    runs.contains(&netd.state).then_some(netd.generation)
 }
 
 fn read_child(slot: u32, generation: u32, child: &ChildSlot) -> ChildSnapshot {
