@@ -374,7 +374,10 @@ impl Chain {
 
     /// Opens sessions along the best route through `blocks`; servers that cannot be reached are
     /// banned and routed around.
-    async fn connect(&mut self, blocks: std::ops::Range<u32>) -> Result<Vec<ChainLink>, ChainError> {
+    async fn connect(
+        &mut self,
+        blocks: std::ops::Range<u32>,
+    ) -> Result<Vec<ChainLink>, ChainError> {
         let mut failures = 0;
         loop {
             let mut links = Vec::new();

@@ -164,7 +164,11 @@ impl Checkpoint {
 
     /// The tensor of a block; a vector is a matrix of one row. Files of the part of a model without its head
     /// leave out the first word of its name (`h.0` for `transformer.h.0`), as `prepare` knows.
-    pub fn block_tensor(&self, name: &str, shape: &[usize]) -> Result<CheckpointMatrix, LocalModelError> {
+    pub fn block_tensor(
+        &self,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<CheckpointMatrix, LocalModelError> {
         const PARTS: [&str; 2] = ["transformer.", "model."];
         let bare = PARTS.iter().find_map(|part| name.strip_prefix(part)).unwrap_or(name);
         let others = PARTS.map(|part| format!("{part}{bare}"));

@@ -115,7 +115,8 @@ impl Decoder {
     pub fn new(chain: Chain, head: Head, mut sampler: Sampler, task: Continuation) -> Decoder {
         sampler.hear(&task.prompt);
         let most = task.max_new_tokens as usize;
-        let report = GenerationReport { prompt_tokens: task.prompt.len(), ..GenerationReport::default() };
+        let report =
+            GenerationReport { prompt_tokens: task.prompt.len(), ..GenerationReport::default() };
         Decoder {
             chain,
             head,

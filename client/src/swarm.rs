@@ -20,7 +20,9 @@ use swarm::wire::records::ServerState;
 use survey::MAX_SURVEYS;
 use swarm::health::{AnsweringServers, Bans, Pings, ServerRates};
 
-use swarm::routing::{RouteCandidate, Leg, MissingBlock, max_throughput, min_latency, without_banned};
+use swarm::routing::{
+    Leg, MissingBlock, RouteCandidate, max_throughput, min_latency, without_banned,
+};
 
 /// Parallel calls of one lookup, as in Petals' client.
 const LOOKUP_WORKERS: usize = 32;
@@ -261,7 +263,11 @@ impl Swarm {
     }
 
     /// The best route by what is known.
-    fn find(&self, blocks: Range<u32>, purpose: RoutePurpose) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
+    fn find(
+        &self,
+        blocks: Range<u32>,
+        purpose: RoutePurpose,
+    ) -> Result<Vec<Leg<PeerId>>, MissingBlock> {
         let candidates = self.known().candidates();
         match purpose {
             RoutePurpose::Session { max_length } => {

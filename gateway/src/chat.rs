@@ -16,10 +16,10 @@ use shared::escape::escaped;
 use shared::exit::ExitReason;
 
 pub use self::config::ChatConfig;
-use self::input::{Input, ChatInput};
+use self::input::{ChatInput, Input};
 use self::markdown::Markdown;
 use crate::engine::{Engine, EngineError};
-use crate::generation::{TextRequest, Ended, TextPiece, start};
+use crate::generation::{Ended, TextPiece, TextRequest, start};
 use crate::model::Model;
 use crate::template::TemplateInput;
 

@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 
 use crate::config::{EngineConfig, GatewayModel};
 use crate::metrics::Metrics;
-use crate::model::{ModelFiles, Model, ModelError};
+use crate::model::{Model, ModelError, ModelFiles};
 use crate::view::ModelServers;
 
 /// Why the gateway does not start.

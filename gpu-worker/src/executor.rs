@@ -160,7 +160,11 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
     }
 
     /// Serves until told to end. `report` passes a message to the supervisor.
-    pub fn run(mut self, commands: &Receiver<ExecutorCommand>, mut report: impl FnMut(FromWorker)) -> Exit {
+    pub fn run(
+        mut self,
+        commands: &Receiver<ExecutorCommand>,
+        mut report: impl FnMut(FromWorker),
+    ) -> Exit {
         let mut link = None;
         loop {
             if let Err(end) = self.round(&mut link, commands, &mut report) {
@@ -242,7 +246,10 @@ impl<'w, B: DeviceBackend> Executor<'w, B> {
 
     /// Waits for a command while there is no link, with a heartbeat. `Empty`: the group was
     /// aborted.
-    fn first_command(&self, commands: &Receiver<ExecutorCommand>) -> Result<ExecutorCommand, TryRecvError> {
+    fn first_command(
+        &self,
+        commands: &Receiver<ExecutorCommand>,
+    ) -> Result<ExecutorCommand, TryRecvError> {
         let heartbeat = self.execution.board.heartbeat();
         let interval =
             if self.publisher.is_followed() { heartbeat.min(ABORT_POLL) } else { heartbeat };

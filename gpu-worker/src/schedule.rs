@@ -292,7 +292,8 @@ impl Schedule {
             }
             end += 1;
         }
-        let members = vec![UnitMember { job: id, position: walk.position, pieces: walk.piece..end }];
+        let members =
+            vec![UnitMember { job: id, position: walk.position, pieces: walk.piece..end }];
         Some(Unit { block: walk.block(), count: 1, members })
     }
 

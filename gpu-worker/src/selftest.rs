@@ -187,7 +187,11 @@ impl From<std::io::Error> for Ended {
 }
 
 /// The processor's operations are checked by its tests; here they are measured.
-fn on_processor(is_quick: bool, out: &mut impl Write, report: &mut SelftestReport) -> Result<(), Ended> {
+fn on_processor(
+    is_quick: bool,
+    out: &mut impl Write,
+    report: &mut SelftestReport,
+) -> Result<(), Ended> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut cpu = Cpu::new(threads);
     let name = format!("processor, {threads} threads, {:?}", cpu.isa());

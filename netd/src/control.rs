@@ -71,7 +71,9 @@ impl ControlWriter {
 ///
 /// # Errors
 /// When the system has no thread left.
-pub fn start(ends: ControlEnds<ToNetd, FromNetd>) -> std::io::Result<(Inbox, NetdOutbox, ControlWriter)> {
+pub fn start(
+    ends: ControlEnds<ToNetd, FromNetd>,
+) -> std::io::Result<(Inbox, NetdOutbox, ControlWriter)> {
     let (inbox_sender, inbox) = mpsc::channel(QUEUE);
     let (outbox, queue) = mpsc::channel(QUEUE);
     let (receiver, descriptors, sender) = (ends.receiver, ends.descriptors, ends.sender);

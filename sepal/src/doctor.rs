@@ -40,7 +40,7 @@ use shared::sandbox::Support;
 use supervisor::cache_folder;
 
 use crate::cli::DoctorOptions;
-use check::{Finding, PendingObservation, Status, CheckVerdict, late};
+use check::{CheckVerdict, Finding, PendingObservation, Status, late};
 use instances::{InstanceFacts, LiveServer};
 use model_source::ModelKind;
 use storage::DiskNeed;
@@ -138,8 +138,9 @@ fn examine(options: &DoctorOptions) -> (Vec<Finding>, Vec<LiveServer>) {
     findings.push(Finding::new("cache folder", cache.unwrap_or_else(late)));
     findings.push(Finding::new("model", judge_model(&source, hub.as_ref())));
     let is_offline = options.offline || config.prepare.hub.offline;
-    let no_hub =
-        || CheckVerdict::skipped(if is_offline { OFFLINE } else { "no model of the Hub was named" });
+    let no_hub = || {
+        CheckVerdict::skipped(if is_offline { OFFLINE } else { "no model of the Hub was named" })
+    };
     findings.push(Finding::new("hub", hub.as_ref().map_or_else(no_hub, network::judge_hub)));
     let swarm = swarm.map(|swarm| swarm.wait().unwrap_or_else(Err));
     findings.extend(of_swarm(options, swarm.as_ref(), hub.as_ref()));
@@ -194,7 +195,8 @@ fn of_swarm(
 ) -> [Finding; 4] {
     let netd = &options.config.netd;
     let facts = swarm.and_then(|facts| facts.as_ref().ok());
-    let skipped = || CheckVerdict::skipped(swarm_excuse(options).unwrap_or("the swarm was not joined"));
+    let skipped =
+        || CheckVerdict::skipped(swarm_excuse(options).unwrap_or("the swarm was not joined"));
     let reachability = |facts| {
         network::judge_reachability(facts, !netd.announce_maddrs.is_empty(), netd.use_auto_relay)
     };
@@ -216,9 +218,10 @@ fn asks_router(netd: &NetdConfig) -> bool {
 
 fn judge_settings(options: &DoctorOptions) -> CheckVerdict {
     match (&options.complaint, &options.file) {
-        (Some(complaint), _) => {
-            CheckVerdict::problem(complaint, "correct it; the other checks use flags and defaults alone")
-        }
+        (Some(complaint), _) => CheckVerdict::problem(
+            complaint,
+            "correct it; the other checks use flags and defaults alone",
+        ),
         (None, Some(file)) => {
             CheckVerdict::ok(format!("settings are also read from {}", file.display()))
         }
@@ -233,7 +236,9 @@ fn judge_model(source: &ModelKind, hub: Option<&Result<HubFacts, String>>) -> Ch
         ModelKind::Neither(name) => model_source::judge_neither(name),
         ModelKind::Repository(name) => match hub {
             Some(facts) => network::judge_model(name, facts),
-            None => CheckVerdict::skipped(format!("{name} is not looked up on the Hub with --offline")),
+            None => {
+                CheckVerdict::skipped(format!("{name} is not looked up on the Hub with --offline"))
+            }
         },
     }
 }

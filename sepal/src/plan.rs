@@ -12,7 +12,7 @@ mod table;
 use std::io::{self, Write};
 use std::path::Path;
 
-use model::survey::{FormatSurvey, ModelSurvey, CheckpointSource, SurveyFailure, SurveyRequest};
+use model::survey::{CheckpointSource, FormatSurvey, ModelSurvey, SurveyFailure, SurveyRequest};
 use shared::block::{Span, longest_run};
 use shared::config::{Device, NetdConfig, QuantType, ServeConfig, SpanChoice, Throughput};
 use shared::exit::ExitReason;
@@ -25,7 +25,7 @@ pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};
 use crate::cli::{PlanOptions, log_notes, with_log};
 use supervisor::cache_folder;
 use supervisor::devices;
-use supervisor::placement::{Placement, DeviceShare};
+use supervisor::placement::{DeviceShare, Placement};
 use supervisor::sizing::{GroupFit, InstanceMemory};
 use supervisor::spawn::count_along_bus;
 
@@ -225,7 +225,11 @@ fn span(choice: SpanChoice, blocks: u32) -> Option<Span> {
     }
 }
 
-fn group_plans(shares: &[DeviceShare], fits: &[GroupFit], placements: &[Placement]) -> Vec<GroupPlan> {
+fn group_plans(
+    shares: &[DeviceShare],
+    fits: &[GroupFit],
+    placements: &[Placement],
+) -> Vec<GroupPlan> {
     let of_group = |(index, (share, fit)): (usize, (&DeviceShare, &GroupFit))| {
         let placement = placements.iter().find(|placement| placement.share == index);
         let blocks = placement.map_or(0, |placement| placement.span.block_count());

@@ -56,7 +56,7 @@ pub use control::{Attach, Closed, ControlReceiver, ControlSender, FromChild, ToC
 pub use descriptors::{
     DescriptorError, DescriptorSocket, MAX_BUNDLE, Packet, recv_packet, send_packet,
 };
-pub use logging::{LogIdentity, LogError, abort_on_panic, init_logging};
+pub use logging::{LogError, LogIdentity, abort_on_panic, init_logging};
 pub use peers::{MAX_PEER_BYTES, PeerError, PeerMessage, PeerSocket};
 
 /// How long a child waits for its birth; the parent writes it before the child is started.

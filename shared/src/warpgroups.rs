@@ -191,7 +191,9 @@ impl Warpgroups {
 
     /// The kernels that may be launched, if only for comparisons.
     pub fn harmless(&self) -> WarpgroupKernels {
-        self.those(|verdict| matches!(verdict, Some(SampleVerdict::SameBits | SampleVerdict::OtherBits)))
+        self.those(|verdict| {
+            matches!(verdict, Some(SampleVerdict::SameBits | SampleVerdict::OtherBits))
+        })
     }
 
     /// The kernels that failed, and why.
@@ -281,8 +283,10 @@ mod tests {
     use super::*;
 
     fn sampled(others: &[(WarpgroupKernel, Option<SampleVerdict>)]) -> Warpgroups {
-        let mut all: Verdicts =
-            WarpgroupKernel::ALL.into_iter().map(|kernel| (kernel, SampleVerdict::SameBits)).collect();
+        let mut all: Verdicts = WarpgroupKernel::ALL
+            .into_iter()
+            .map(|kernel| (kernel, SampleVerdict::SameBits))
+            .collect();
         for (kernel, verdict) in others {
             match verdict {
                 Some(verdict) => all.insert(*kernel, verdict.clone()),

@@ -137,7 +137,9 @@ impl Channel {
     /// its role.
     pub fn send(&self, message: Message) -> bool {
         match (&self.outbox, message) {
-            (ChildOutbox::Prepare(outbox), Message::Prepare(message)) => put(outbox, message.into()),
+            (ChildOutbox::Prepare(outbox), Message::Prepare(message)) => {
+                put(outbox, message.into())
+            }
             (ChildOutbox::Netd(outbox), Message::Netd(message)) => put(outbox, message.into()),
             (ChildOutbox::Worker(outbox), Message::Worker(message)) => put(outbox, message.into()),
             _ => false,

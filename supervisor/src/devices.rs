@@ -296,7 +296,11 @@ fn candidates(list: &CudaDevices) -> impl Iterator<Item = SampleCandidate<'_>> {
 
 /// What is wrong with a device, as an earlier test or a new one found. Kernels for warpgroups that
 /// fail are not tested: others take their place.
-fn tested(folder: &Path, candidate: &SampleCandidate<'_>, warpgroups: &Warpgroups) -> Option<String> {
+fn tested(
+    folder: &Path,
+    candidate: &SampleCandidate<'_>,
+    warpgroups: &Warpgroups,
+) -> Option<String> {
     let (device, SampleCandidate { found, subject, .. }) = (candidate.device(), candidate);
     if let Some(known) = subject.read(folder, KIND) {
         return known;

@@ -58,7 +58,7 @@ use crate::service::Service;
 use crate::sizing::{self, InstanceMemory};
 use crate::status::StatusSocket;
 use crate::terminal::Screen;
-use crate::tree::{Action, Beat, ChildId, TreeEvent, ExitStatus, Policy, Tree, Up};
+use crate::tree::{Action, Beat, ChildId, ExitStatus, Policy, Tree, TreeEvent, Up};
 use crate::web::Web;
 use crate::weights::Weights;
 

@@ -20,7 +20,7 @@ use crate::instance::Instance;
 use crate::placement::DeviceShare;
 use crate::segments::{KvChoice, Segments};
 use crate::sizing::InstanceMemory;
-use crate::tree::{ChildId, TreeEvent, Policy, Tree, Up};
+use crate::tree::{ChildId, Policy, Tree, TreeEvent, Up};
 use crate::weights::Weights;
 
 /// A tree whose workers were started.
@@ -114,7 +114,8 @@ fn fuzz_states_of_an_upgrade() {
             Handover::read(&*again).expect("what was written is read");
             // A tree that was read goes on without a panic, whatever it holds.
             let mut tree = state.tree.clone();
-            let mut events = VecDeque::from([TreeEvent::HandedOver(state.patience), TreeEvent::Tick]);
+            let mut events =
+                VecDeque::from([TreeEvent::HandedOver(state.patience), TreeEvent::Tick]);
             while let Some(event) = events.pop_front() {
                 tree.on(event, Instant::now());
             }

@@ -68,7 +68,12 @@ impl Placement {
 /// Cuts `span` into contiguous parts, in the order of the groups: as an earlier start did
 /// (`decided`, blocks of each group), if that still fits, else by [`share_out`]. `most` is the
 /// number of blocks that the memory of each group holds.
-pub fn cut(span: Span, shares: &[DeviceShare], most: &[u32], decided: &[Vec<u32>]) -> Vec<Placement> {
+pub fn cut(
+    span: Span,
+    shares: &[DeviceShare],
+    most: &[u32],
+    decided: &[Vec<u32>],
+) -> Vec<Placement> {
     let blocks = span.block_count();
     let holds = |(index, count): (usize, &u32)| most.get(index).is_none_or(|most| count <= most);
     let known = decided.iter().find(|cut| {

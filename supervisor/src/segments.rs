@@ -21,7 +21,7 @@ use shared::config::{Device, KvMirror};
 use shared::ids::{Generation, GroupId, Rank, WorkerId};
 use shared::shm::board::{Board, BoardError};
 use shared::shm::doorbell::Doorbell;
-use shared::shm::group::{GroupOwner, GroupMapError, GroupShape};
+use shared::shm::group::{GroupMapError, GroupOwner, GroupShape};
 use shared::shm::pair::{PairError, RingIdentity, RingPair};
 use shared::shm::segment::{MemfdSegment, SegmentError};
 use shared::shm::sessions::SESSIONS_BYTES;
@@ -219,7 +219,11 @@ impl Segments {
     ///
     /// # Errors
     /// [`MakeError::Group`].
-    pub fn group(&mut self, instance: &Instance, shape: &GroupShape) -> Result<&GroupOwner, MakeError> {
+    pub fn group(
+        &mut self,
+        instance: &Instance,
+        shape: &GroupShape,
+    ) -> Result<&GroupOwner, MakeError> {
         Ok(&self.shared(instance, shape)?.group)
     }
 

@@ -383,8 +383,9 @@ pub(crate) mod tests {
     fn the_page_and_its_chat_take_memory_from_blocks() {
         let facts = ModelFacts { client_bytes: 1000 << 20, ..llama_70b() };
         let ten = memory((2464 + 10 * 536) << 20);
-        let most =
-            |memory: &InstanceMemory| memory.need(&facts).most_blocks(memory.available_bytes.unwrap());
+        let most = |memory: &InstanceMemory| {
+            memory.need(&facts).most_blocks(memory.available_bytes.unwrap())
+        };
         // 1064 MiB are as much as two blocks, almost.
         assert_eq!((most(&ten), most(&InstanceMemory { has_page: true, ..ten.clone() })), (10, 8));
     }
@@ -504,8 +505,11 @@ pub(crate) mod tests {
             free_bytes: (fixed << 20) + blocks * block,
             work_bytes: 100 << 20,
         };
-        let two =
-            InstanceMemory { workers: 2, devices: vec![with(0, 20), with(1, 7)], ..memory(4320 << 20) };
+        let two = InstanceMemory {
+            workers: 2,
+            devices: vec![with(0, 20), with(1, 7)],
+            ..memory(4320 << 20)
+        };
         let devices = [Device::Cuda(0), Device::Cuda(1)];
         assert_eq!(two.most_per_device(&facts, &devices), [20, 7]);
         assert_eq!(two.fit(SpanChoice::All, &facts), Ok(27));
@@ -516,7 +520,8 @@ pub(crate) mod tests {
         // Two processors share the memory of the machine.
         let machine = InstanceMemory { workers: 2, ..memory((3200 + 8 * 536) << 20) };
         let fixed_two = machine.need(&facts).fixed;
-        let machine = InstanceMemory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
+        let machine =
+            InstanceMemory { available_bytes: Some(fixed_two + 8 * (536 << 20)), ..machine };
         assert_eq!(machine.most_per_device(&facts, &[Device::Cpu; 2]), [4, 4]);
     }
 
@@ -533,7 +538,8 @@ pub(crate) mod tests {
             is_slow: false,
         };
         let whole = InstanceMemory { workers: 2, ..memory(0) };
-        let group = InstanceMemory { ranks: vec![vec![rank(4, 221), rank(5, 220)]], ..whole.clone() };
+        let group =
+            InstanceMemory { ranks: vec![vec![rank(4, 221), rank(5, 220)]], ..whole.clone() };
         let (one, need) = (whole.need(&facts), group.need(&facts));
         assert_eq!(need.weights, 441 << 20);
         assert_eq!(need.kv, one.kv / 8 * 9);
@@ -551,7 +557,8 @@ pub(crate) mod tests {
         let shares = DeviceShare::groups(&[Device::Cpu; 2], 2);
         assert_eq!(group(available).most_per_group(&facts, &shares), [6]);
         // Two groups have one block each of two, and a segment each.
-        let two = InstanceMemory { ranks: vec![group(0).ranks[0].clone(); 2], workers: 4, ..group(0) };
+        let two =
+            InstanceMemory { ranks: vec![group(0).ranks[0].clone(); 2], workers: 4, ..group(0) };
         let of_two = two.need(&facts);
         assert_eq!((of_two.weights, of_two.kv), (need.weights, need.kv));
         let two = InstanceMemory { available_bytes: Some(of_two.total(6)), ..two };

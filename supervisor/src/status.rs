@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 
 use crate::report::InstanceReport;
 
-pub use request::{InstanceAnswer, MAX_PATIENCE, InstanceRequest};
+pub use request::{InstanceAnswer, InstanceRequest, MAX_PATIENCE};
 
 /// Connections that are accepted before the supervisor does something else.
 const CONNECTIONS_AT_ONCE: usize = 16;
@@ -135,7 +135,11 @@ impl StatusSocket {
             if self.waiting.len() == MAX_WAITING {
                 self.waiting.remove(0);
             }
-            self.waiting.push(StatusConnection { stream, request: Vec::new(), since: Instant::now() });
+            self.waiting.push(StatusConnection {
+                stream,
+                request: Vec::new(),
+                since: Instant::now(),
+            });
         }
     }
 }

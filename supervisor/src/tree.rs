@@ -52,11 +52,11 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::model::{ModelFacts, RankShare};
 use shared::survey::Capacity;
 
-pub use action::{Action, Down, TreeEvent, Init, Order, Policy, Up};
+pub use action::{Action, Down, Init, Order, Policy, TreeEvent, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use ending::{Ending, SHORT_DRAIN};
-use group::{WorkerGroup, Worker};
+use group::{Worker, WorkerGroup};
 use moving::Move;
 use upgrade::Replacing;
 
@@ -265,7 +265,9 @@ impl Tree {
     }
 
     fn children(&self) -> impl Iterator<Item = &Child> {
-        [&self.prepare, &self.netd].into_iter().chain(self.groups.iter().flat_map(WorkerGroup::children))
+        [&self.prepare, &self.netd]
+            .into_iter()
+            .chain(self.groups.iter().flat_map(WorkerGroup::children))
     }
 
     fn child_mut(&mut self, id: ChildId) -> Option<&mut Child> {

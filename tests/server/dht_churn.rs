@@ -55,7 +55,9 @@ async fn lost(reader: &Joined, blocks: usize) -> Vec<(usize, usize)> {
     let found = reader.dht.get_many((0..blocks).map(key).collect(), true);
     let found = found.await.expect("get");
     let entries = |stored: &Option<StoredValue>| match stored {
-        Some(StoredValue::Dictionary(entries)) => entries.iter().map(|(tag, _)| tag.to_vec()).collect(),
+        Some(StoredValue::Dictionary(entries)) => {
+            entries.iter().map(|(tag, _)| tag.to_vec()).collect()
+        }
         _ => Vec::new(),
     };
     let mut lost = Vec::new();

@@ -12,7 +12,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::ApiState;
 use super::error::ApiError;
 use crate::engine::Engine;
-use crate::generation::{TextRequest, Ended, TextPiece, Pieces, TokenText, start};
+use crate::generation::{Ended, Pieces, TextPiece, TextRequest, TokenText, start};
 use crate::metrics::UnderWay;
 use crate::model::Model;
 
@@ -57,7 +57,11 @@ impl Texts {
     ///
     /// # Errors
     /// Too many texts are under way.
-    pub fn start(shared: &ApiState, model: &Arc<Model>, asks: Vec<TextRequest>) -> Result<Texts, ApiError> {
+    pub fn start(
+        shared: &ApiState,
+        model: &Arc<Model>,
+        asks: Vec<TextRequest>,
+    ) -> Result<Texts, ApiError> {
         let engine = shared.engine.clone();
         let slot = || {
             let permit = engine.slots.clone().try_acquire_owned();

@@ -9,7 +9,9 @@ use kernels::{Cpu, DType, QuantType, StepRow};
 use model::shards::{Shard, Shares};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::doorbell::MAX_SPIN;
-use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, PlanReader, PlanWriter, WaitPolicy};
+use shared::shm::group::{
+    GroupMap, GroupMember, GroupOwner, GroupShape, PlanReader, PlanWriter, WaitPolicy,
+};
 
 use crate::TOKENS;
 use crate::stored::{Bytes, Held, Sizes, spec};

@@ -13,9 +13,9 @@
 //! block at once, experts one by one. In a group of one nothing is exchanged.
 
 use kernels::ops::{
-    Adapt, Add, AddNorm, Alibi, AppendAttention, Attention, ExpertAdapters, Gated, Gelu, RankInputs,
-    KvAppend, Layernorm, Mixture, MixtureWorkspace, NormedProducts, OpError, Product, Products,
-    PromptAdd, Rmsnorm, RopeAppend, RopeTable, SiluMul, SplitQkv, SumPlace,
+    Adapt, Add, AddNorm, Alibi, AppendAttention, Attention, ExpertAdapters, Gated, Gelu, KvAppend,
+    Layernorm, Mixture, MixtureWorkspace, NormedProducts, OpError, Product, Products, PromptAdd,
+    RankInputs, Rmsnorm, RopeAppend, RopeTable, SiluMul, SplitQkv, SumPlace,
 };
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 use model::{BlockSpec, Position, Residual};

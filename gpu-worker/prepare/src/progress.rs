@@ -130,7 +130,8 @@ mod tests {
         tracker.record(PrepareProgress::Download { done: 100, total: 100 }, now);
         tracker.record(PrepareProgress::Block { block: 2, blocks: 4 }, now);
         let later = now + MESSAGE_PERIOD;
-        let told = tracker.record(PrepareProgress::Download { done: 10, total: 100 }, later).unwrap();
+        let told =
+            tracker.record(PrepareProgress::Download { done: 10, total: 100 }, later).unwrap();
         assert_eq!((told.block, told.bytes_done, told.bytes_total), (2, 110, 400));
     }
 
@@ -150,14 +151,17 @@ mod tests {
         assert!(tracker.record(PrepareProgress::Block { block: 1, blocks: 1 }, now).is_some());
         assert!(tracker.record(PrepareProgress::Tensor { bytes: 1 }, now).is_none());
         assert!(tracker.record(PrepareProgress::Alive, now + MESSAGE_PERIOD).is_none());
-        assert!(tracker.record(PrepareProgress::Tensor { bytes: 1 }, now + MESSAGE_PERIOD).is_some());
+        assert!(
+            tracker.record(PrepareProgress::Tensor { bytes: 1 }, now + MESSAGE_PERIOD).is_some()
+        );
     }
 
     #[test]
     fn absurd_sizes_do_not_overflow() {
         let (mut tracker, now) = (Tracker::default(), Instant::now());
         tracker.record(PrepareProgress::Block { block: 1, blocks: u32::MAX }, now);
-        let told = tracker.record(PrepareProgress::Download { done: u64::MAX, total: u64::MAX }, now);
+        let told =
+            tracker.record(PrepareProgress::Download { done: u64::MAX, total: u64::MAX }, now);
         assert_eq!(told.unwrap().bytes_total, u64::MAX);
     }
 }

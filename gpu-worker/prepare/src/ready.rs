@@ -155,17 +155,19 @@ fn stored(
 ) -> Result<BTreeMap<String, TensorEntry>, PrepareError> {
     let prepared = match place.reuse() {
         Some(prepared) => Some(prepared),
-        None => match place.make(dtype, sources, |bytes| progress(PrepareProgress::Tensor { bytes })) {
-            Ok(prepared) => Some(prepared),
-            // Nothing had to be converted and all was checked: only the mark of it is missing.
-            Err(PrepareError::Write { path, source })
-                if sources.iter().all(|t| t.usable_as(dtype)) =>
-            {
-                warn!(path = %path.display(), %source, "cannot save the check of the weights; the next start repeats it");
-                None
+        None => {
+            match place.make(dtype, sources, |bytes| progress(PrepareProgress::Tensor { bytes })) {
+                Ok(prepared) => Some(prepared),
+                // Nothing had to be converted and all was checked: only the mark of it is missing.
+                Err(PrepareError::Write { path, source })
+                    if sources.iter().all(|t| t.usable_as(dtype)) =>
+                {
+                    warn!(path = %path.display(), %source, "cannot save the check of the weights; the next start repeats it");
+                    None
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
-        },
+        }
     };
     let entries: Result<_, PrepareError> = sources
         .iter()

@@ -7,7 +7,9 @@ use std::time::Duration;
 use model::cuts::CutFile;
 use model::rates::{RateCache, slowest};
 use model::shards::Shard;
-use model::survey::{BlockSource, FormatSurvey, ModelSurvey, CheckpointSource, SurveyFailure, SurveyRequest};
+use model::survey::{
+    BlockSource, CheckpointSource, FormatSurvey, ModelSurvey, SurveyFailure, SurveyRequest,
+};
 use shared::block::{BlockIndex, Span};
 use shared::config::{Device, SpanChoice, WorkerConfig};
 use shared::model::RankShare;

@@ -9,7 +9,7 @@ use shared::job::WorkKind;
 use super::{Begun, Engine, EngineError};
 use crate::device::{DeviceBackend, PassRunner, PassUnit, StepRunner, StepUnit, TransferError};
 use crate::job::Job;
-use crate::schedule::{JobKey, UnitMember, Unit};
+use crate::schedule::{JobKey, Unit, UnitMember};
 
 impl<B: DeviceBackend> Engine<'_, B> {
     /// Runs one unit. A device is done after the next [`synchronize`](Self::synchronize).

@@ -194,7 +194,11 @@ impl<B: DeviceBackend> Executor<'_, B> {
 
     /// Refuses every accepted job after the time of a drain, and ends once netd had
     /// [`FLUSH_TIME`] to take the answers.
-    pub(super) fn refuse_all(&mut self, link: &NetdLink, until: Instant) -> Result<Option<Unit>, Exit> {
+    pub(super) fn refuse_all(
+        &mut self,
+        link: &NetdLink,
+        until: Instant,
+    ) -> Result<Option<Unit>, Exit> {
         self.execution.begun.clear();
         for (_, job) in self.execution.jobs.drain() {
             self.answers.refuse(link, job.id, JobError::Draining, self.publisher.until_now());

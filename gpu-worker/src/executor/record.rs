@@ -17,7 +17,7 @@ use std::ops::Range;
 use shared::ids::{Generation, JobId};
 use shared::job::JobBody;
 
-use crate::schedule::{JobKey, UnitMember, Unit};
+use crate::schedule::{JobKey, Unit, UnitMember};
 
 const LINK: u32 = 1;
 const BEGIN: u32 = 2;

@@ -3,7 +3,7 @@
 
 use shared::job::WorkKind;
 
-use super::{Advance, UnitMember, Unit};
+use super::{Advance, Unit, UnitMember};
 
 /// Where a job is: at one of its blocks, before one of its pieces.
 #[derive(Debug)]

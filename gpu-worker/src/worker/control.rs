@@ -15,7 +15,7 @@ use shared::shm::group::GroupMap;
 
 use super::{DESCRIPTOR_TIMEOUT, lost, out_of_order};
 use crate::executor::{ExecutorCommand, Exit};
-use crate::link::{ARENA_LINK_DESCRIPTORS, ArenaLink, LINK_DESCRIPTORS, NetdLink, LinkError};
+use crate::link::{ARENA_LINK_DESCRIPTORS, ArenaLink, LINK_DESCRIPTORS, LinkError, NetdLink};
 
 /// Messages of the supervisor that may wait for the end of a unit; more make the control thread
 /// wait.

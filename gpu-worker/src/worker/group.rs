@@ -18,7 +18,7 @@ use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::model::ModelFacts;
 use shared::shm::board::BoardWriter;
-use shared::shm::group::{GroupMap, GroupShape, GroupMember, PlanReader, PlanWriter, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupMember, GroupShape, PlanReader, PlanWriter, WaitPolicy};
 use tracing::{info, warn};
 
 use super::control::Arenas;

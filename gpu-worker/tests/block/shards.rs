@@ -15,7 +15,7 @@ use ::model::weight_files::WeightFiles;
 use blocks::map::{Keep, MappedWeights};
 use kernels::quant::{held_bytes, slice_bytes};
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupMember, GroupOwner, GroupShape, WaitPolicy};
 
 use crate::*;
 use model::{Model, names};

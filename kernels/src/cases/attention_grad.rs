@@ -131,7 +131,12 @@ impl AttentionGradCase {
     }
 
     /// The gradients of pieces of so many positions, from the last to the first.
-    fn cut<B: Subject>(&self, bench: &mut Bench<'_, B>, positions: usize, ask: GradientCase) -> Outcome {
+    fn cut<B: Subject>(
+        &self,
+        bench: &mut Bench<'_, B>,
+        positions: usize,
+        ask: GradientCase,
+    ) -> Outcome {
         let ends = self.batch.rows.iter().map(|(prefix, tokens)| prefix + tokens);
         let longest = ends.max().unwrap_or(0);
         let mut results = self.before();

@@ -54,7 +54,11 @@ impl Case for ElementCase {
         let mut kinds = vec![ElementwiseKind::SiluMulGrad];
         kinds.extend(KINDS.map(ElementwiseKind::GeluGrad));
         for round in DTYPES {
-            kinds.extend([ElementwiseKind::Add(round), ElementwiseKind::PromptAdd(round), ElementwiseKind::SiluMul(round)]);
+            kinds.extend([
+                ElementwiseKind::Add(round),
+                ElementwiseKind::PromptAdd(round),
+                ElementwiseKind::SiluMul(round),
+            ]);
             kinds.extend(KINDS.map(|kind| ElementwiseKind::Gelu(kind, round)));
         }
         let of = |len| kinds.iter().map(move |&kind| ElementCase { len, kind });
@@ -88,7 +92,9 @@ impl Case for ElementCase {
 
     fn shape(&self) -> String {
         match self.kind {
-            ElementwiseKind::Add(round) | ElementwiseKind::PromptAdd(round) | ElementwiseKind::SiluMul(round) => {
+            ElementwiseKind::Add(round)
+            | ElementwiseKind::PromptAdd(round)
+            | ElementwiseKind::SiluMul(round) => {
                 format!("{round} {}", self.len)
             }
             ElementwiseKind::Gelu(kind, round) => format!("{kind:?} {round} {}", self.len),
@@ -150,12 +156,16 @@ impl Case for ElementCase {
             match self.kind {
                 ElementwiseKind::Add(round) => device.add(Add { x, y, len, round }),
                 ElementwiseKind::PromptAdd(_) => Ok(()),
-                ElementwiseKind::SiluMul(round) => device.silu_mul(SiluMul { gate: x, up: y, len, round }),
+                ElementwiseKind::SiluMul(round) => {
+                    device.silu_mul(SiluMul { gate: x, up: y, len, round })
+                }
                 ElementwiseKind::Gelu(kind, round) => device.gelu(Gelu { x, len, kind, round }),
                 ElementwiseKind::SiluMulGrad => {
                     device.silu_mul_grad(SiluMulGrad { gate: x, up: y, grad, len })
                 }
-                ElementwiseKind::GeluGrad(kind) => device.gelu_grad(GeluGrad { x, grad, len, kind }),
+                ElementwiseKind::GeluGrad(kind) => {
+                    device.gelu_grad(GeluGrad { x, grad, len, kind })
+                }
             }
         })?;
         Ok(vec![bench.take(&x, len)?, bench.take(&y, len)?, bench.take(&grad, len)?])

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{GroupOwner, GroupMap, GroupShape};
+use shared::shm::group::{GroupMap, GroupOwner, GroupShape};
 
 use super::*;
 use crate::cuda::ops::exchange::{Exchange, Grid, launch};

@@ -77,8 +77,9 @@ fn rows_of(class: Class, weights: usize) -> usize {
 /// The matrices that are measured.
 pub(super) fn measured(shapes: &Shapes) -> impl Iterator<Item = CaseMatrix> + '_ {
     shapes.formats.iter().flat_map(|&(quant, dtype)| {
-        let of =
-            move |&(outputs, inputs): &(usize, usize)| CaseMatrix::new(quant, dtype, inputs, outputs);
+        let of = move |&(outputs, inputs): &(usize, usize)| {
+            CaseMatrix::new(quant, dtype, inputs, outputs)
+        };
         shapes.matrices.iter().map(of)
     })
 }

@@ -38,7 +38,8 @@ impl Case for LinearGradCase {
         if class.takes(Class::Full) {
             // More rows than a group of AMX tiles on a CPU.
             let rows = crate::tuning::TILED_GRADIENT_ROWS + 20;
-            let groups = FORMATS.map(|quant| of((CaseMatrix::new(quant, DType::Bf16, 192, 40), rows)));
+            let groups =
+                FORMATS.map(|quant| of((CaseMatrix::new(quant, DType::Bf16, 192, 40), rows)));
             cases.extend(groups);
         }
         cases

@@ -46,7 +46,7 @@ pub use class::{Class, Work};
 pub use coverage::never_launched;
 pub use cuda::cuda_operations;
 pub use digest::{Digest, GOLDEN};
-use inputs::{DTYPES, FORMATS, CaseMatrix, encode, noise, rows_of, view};
+use inputs::{CaseMatrix, DTYPES, FORMATS, encode, noise, rows_of, view};
 use pages::{Batch, Heads, frequencies};
 pub use reference::Reference;
 use shapes::HEAD_DIM;
@@ -62,9 +62,9 @@ use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow, total_tokens};
 use crate::ops::experts::list_words;
 use crate::ops::{
     Adapt, AdaptGrad, Adapter, Add, AddNorm, Alibi, Attention, AttentionGrad, Expert,
-    ExpertAdapters, Gated, Gather, Gelu, GeluGrad, GeluKind, RankInputs, JoinQkv, Known, KvAppend,
-    Layernorm, Linear, LinearGrad, Mixture, MixtureGrad, MixtureGradWorkspace, MixtureWorkspace,
-    NormGrad, OpError, Product, Products, PromptAdd, Rmsnorm, Rope, RopeAppend, RopeTable, Route,
+    ExpertAdapters, Gated, Gather, Gelu, GeluGrad, GeluKind, JoinQkv, Known, KvAppend, Layernorm,
+    Linear, LinearGrad, Mixture, MixtureGrad, MixtureGradWorkspace, MixtureWorkspace, NormGrad,
+    OpError, Product, Products, PromptAdd, RankInputs, Rmsnorm, Rope, RopeAppend, RopeTable, Route,
     RouteGrad, SiluMul, SiluMulGrad, SplitQkv, check_len, convert, kv_append, rope,
 };
 use crate::quant::{int8, nf4, stored_bytes};

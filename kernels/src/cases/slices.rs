@@ -141,7 +141,8 @@ pub(super) fn slices(class: Class) -> Vec<(CaseMatrix, usize)> {
         let part = Slice::new(*whole, rows, columns.clone());
         let kinds =
             quants.iter().flat_map(|quant| dtypes.iter().map(move |dtype| (*quant, *dtype)));
-        let slices = kinds.map(|(quant, dtype)| (CaseMatrix::slice(quant, dtype, part.clone()), 35));
+        let slices =
+            kinds.map(|(quant, dtype)| (CaseMatrix::slice(quant, dtype, part.clone()), 35));
         slices.collect::<Vec<_>>()
     };
     CUTS.iter().filter(|(_, at)| *at <= class).flat_map(|(cut, _)| of(cut)).collect()

@@ -6,7 +6,7 @@ use super::group::CpuGroup;
 use super::pool::ThreadPool;
 use super::simd::{self, Isa, Scratch};
 use crate::ops::convert::with_rounding;
-use crate::ops::{RankInputs, Linear, LinearGrad, Lora, LoraGrad, OpError};
+use crate::ops::{Linear, LinearGrad, Lora, LoraGrad, OpError, RankInputs};
 use crate::tensor::WeightView;
 use crate::tuning;
 
@@ -86,7 +86,12 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
     }
 }
 
-fn add(pool: &mut ThreadPool, out: &mut [f32], delta: &[f32], sum: impl Fn(&mut [f32], &[f32]) + Sync) {
+fn add(
+    pool: &mut ThreadPool,
+    out: &mut [f32],
+    delta: &[f32],
+    sum: impl Fn(&mut [f32], &[f32]) + Sync,
+) {
     let piece = tuning::elementwise_piece(out.len(), pool.threads());
     pool.chunks(out, piece, |index, out| {
         let start = index * piece;

@@ -313,7 +313,8 @@ mod emulated {
     fn what_was_found_is_followed_kernel_by_kernel() {
         let [plain, f16, int8, ..] = WarpgroupKernel::ALL;
         let failed = SampleVerdict::Failed("it faults".to_owned());
-        let some = [(plain, SampleVerdict::SameBits), (f16, SampleVerdict::OtherBits), (int8, failed)];
+        let some =
+            [(plain, SampleVerdict::SameBits), (f16, SampleVerdict::OtherBits), (int8, failed)];
         let found = Warpgroups::Sampled(some.into_iter().collect());
         let mut cuda = Cuda::new(Emu::new(2));
         cuda.follow(&found);

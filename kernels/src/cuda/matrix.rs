@@ -60,7 +60,9 @@ impl<G: Gpu> Matrix<G> {
         let at = |part: &[u8]| start.offset(part.as_ptr().addr() - view.bytes().as_ptr().addr());
         let parts = match view.format() {
             Format::Plain => MatrixParts::Plain { values: start },
-            Format::Int8(parts) => MatrixParts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) },
+            Format::Int8(parts) => {
+                MatrixParts::Int8 { codes: at(parts.codes), absmax: at(parts.absmax) }
+            }
             Format::Nf4(parts) => MatrixParts::Nf4 { codes: start, layout: parts.layout() },
         };
         Matrix(Arc::new(StoredMatrix {

@@ -122,7 +122,10 @@ impl<G: Gpu> MemoryPool<G> {
 
     /// Memory of at least `bytes` bytes: from its size class, or else the smallest larger cached
     /// one. Small requests leave large memory to others.
-    pub(super) fn take(self: &Arc<MemoryPool<G>>, bytes: usize) -> Result<PooledMemory<G>, GpuError> {
+    pub(super) fn take(
+        self: &Arc<MemoryPool<G>>,
+        bytes: usize,
+    ) -> Result<PooledMemory<G>, GpuError> {
         if self.is_exact || bytes == 0 {
             return self.take_exactly(bytes);
         }
@@ -152,7 +155,10 @@ impl<G: Gpu> MemoryPool<G> {
     }
 
     /// Memory of exactly `bytes` bytes, for long-lived data.
-    pub(super) fn take_exactly(self: &Arc<MemoryPool<G>>, bytes: usize) -> Result<PooledMemory<G>, GpuError> {
+    pub(super) fn take_exactly(
+        self: &Arc<MemoryPool<G>>,
+        bytes: usize,
+    ) -> Result<PooledMemory<G>, GpuError> {
         let memory = |address| self.memory(address, bytes);
         if bytes == 0 {
             return Ok(memory(NOWHERE));

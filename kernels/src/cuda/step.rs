@@ -16,7 +16,7 @@ use shared::model::MAX_STEP_TOKENS;
 
 use super::address::Address;
 use super::gpu::Gpu;
-use super::memory::{PooledMemory, MemoryPool};
+use super::memory::{MemoryPool, PooledMemory};
 use super::pages::Outlet;
 use super::{Cuda, Pages, Recording, batch, bytes_of};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};

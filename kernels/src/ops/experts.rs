@@ -14,7 +14,9 @@
 use shared::dtype::DType;
 
 use super::lora::{self, Adapter, AdapterSizes, Lora, LoraPart, parts_of};
-use super::{Elements, RankInputs, MatrixShape, OpError, check_len, gradient, linear, route, silu_mul};
+use super::{
+    Elements, MatrixShape, OpError, RankInputs, check_len, gradient, linear, route, silu_mul,
+};
 use crate::ops::{
     Gather, Linear, LinearGrad, LoraGrad, Product, Products, Route, ScatterAdd, SiluMul,
     SiluMulGrad,

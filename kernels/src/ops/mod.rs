@@ -38,7 +38,7 @@ pub use gradient::{GeluGrad, LinearGrad, NormGrad, SiluMulGrad};
 pub use kv_append::KvAppend;
 pub use layernorm::Layernorm;
 pub use linear::Linear;
-pub use lora::{Adapt, AdaptGrad, Adapter, RankInputs, Lora, LoraGrad, LoraPart};
+pub use lora::{Adapt, AdaptGrad, Adapter, Lora, LoraGrad, LoraPart, RankInputs};
 pub use mixture_grad::{MixtureGrad, MixtureGradWorkspace};
 pub use qkv::{JoinQkv, SplitQkv};
 pub use rmsnorm::Rmsnorm;

@@ -146,7 +146,8 @@ impl<'a> Nf4Parts<'a> {
 
     /// Some rows of a whole matrix where they lie; `None` when they are not all there.
     pub(crate) fn rows(&self, range: Range<usize>) -> Option<Nf4Parts<'a>> {
-        let (RowLayout::Running { phase: 0 }, 0, SHIFT) = (self.rows, self.first, self.shift) else {
+        let (RowLayout::Running { phase: 0 }, 0, SHIFT) = (self.rows, self.first, self.shift)
+        else {
             return None;
         };
         let (start, end) = (range.start * self.inputs, range.end.checked_mul(self.inputs)?);
@@ -186,7 +187,8 @@ impl<'a> Nf4Parts<'a> {
     ) -> Option<Nf4Parts<'a>> {
         let ((absmax2, offset), count) = (whole, starts.len() / START_BYTES);
         let rows = RowLayout::Ragged { groups, starts };
-        let parts = Nf4Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift: SHIFT };
+        let parts =
+            Nf4Parts { codes, absmax, absmax2, offset, inputs, rows, first: 0, shift: SHIFT };
         let is_there = |row: usize| {
             let last = (parts.start(row) as usize).checked_add(inputs.checked_sub(1)?)?;
             let named = last / GROUP / SUPER_GROUP < absmax2.len() / 4;
@@ -201,7 +203,9 @@ impl<'a> Nf4Parts<'a> {
     #[inline(always)]
     fn start(&self, output: usize) -> u64 {
         match self.rows {
-            RowLayout::Running { phase } => (self.first * GROUP + phase + output * self.inputs) as u64,
+            RowLayout::Running { phase } => {
+                (self.first * GROUP + phase + output * self.inputs) as u64
+            }
             RowLayout::Ragged { starts, .. } => {
                 let bytes = starts.get(output * START_BYTES..(output + 1) * START_BYTES);
                 bytes.and_then(|b| b.try_into().ok()).map_or(u64::MAX, u64::from_le_bytes)

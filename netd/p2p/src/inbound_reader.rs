@@ -79,7 +79,9 @@ impl InboundReader {
             self.reserve_frame(announced).await;
         }
         match self.frame().await? {
-            Some(Frame::Message(bytes)) => Ok(Some(ReceivedRequest { bytes, held: self.held.take() })),
+            Some(Frame::Message(bytes)) => {
+                Ok(Some(ReceivedRequest { bytes, held: self.held.take() }))
+            }
             // Any control frame from a caller means end of input, whatever its text.
             Some(Frame::Control(_)) => {
                 self.held = None;

@@ -39,7 +39,7 @@ pub(super) struct CallUnaryRequest {
 #[derive(Clone, PartialEq, prost::Message)]
 pub(super) struct CallUnaryResponse {
     /// A Python caller ignores an answer without it and waits for its timeout.
-    #[prost(oneof = "Outcome", tags = "1, 2")]
+    #[prost(oneof = "CallOutcome", tags = "1, 2")]
     pub outcome: Option<CallOutcome>,
 }
 

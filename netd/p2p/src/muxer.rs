@@ -97,7 +97,11 @@ impl Quota {
 
     /// Bytes by which a window may grow; `None` if there is no room.
     fn grow(&self, bytes: usize) -> Option<Reservation> {
-        self.limits.resources().memory().of(MemoryPurpose::Growth).try_reserve(self.peer, self.net, bytes)
+        self.limits
+            .resources()
+            .memory()
+            .of(MemoryPurpose::Growth)
+            .try_reserve(self.peer, self.net, bytes)
     }
 }
 

@@ -8,7 +8,7 @@ use resource_manager::{
     addresses::socket_addr,
     connection_limits::Places,
     nets::Net,
-    peerstore::{SessionMark, PeerStanding},
+    peerstore::{PeerStanding, SessionMark},
     pools::Reservation,
 };
 use tokio::{
@@ -23,7 +23,7 @@ use super::{
     behaviour::{self, NodeBehaviour},
     config::P2pConfig,
     connections::Introduction,
-    driver::{NodeCommand, NodeDriver, DriverParts},
+    driver::{DriverParts, NodeCommand, NodeDriver},
     error::P2pError,
     limits::{COMMAND_QUEUE, Calls, INBOUND_QUEUE, InboundFigures, InboundLimits},
     serve::Inbound,

@@ -107,7 +107,9 @@ async fn next_unary(inbound: &mut mpsc::Receiver<Inbound>) -> (PeerId, Bytes, Un
 }
 
 /// The message of what a reader gave.
-fn bytes(received: Result<Option<ReceivedRequest>, InboundError>) -> Result<Option<Bytes>, InboundError> {
+fn bytes(
+    received: Result<Option<ReceivedRequest>, InboundError>,
+) -> Result<Option<Bytes>, InboundError> {
     received.map(|received| received.map(|received| received.bytes))
 }
 

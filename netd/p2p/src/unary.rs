@@ -11,7 +11,9 @@ use prost::Message as _;
 
 use super::{
     error::CallError,
-    messages::{Call, CallUnaryRequest, CallUnaryResponse, CallOutcome, PersistentConnectionRequest},
+    messages::{
+        Call, CallOutcome, CallUnaryRequest, CallUnaryResponse, PersistentConnectionRequest,
+    },
 };
 
 /// Largest message of a unary call, envelope included; hivemind refuses more on both sides.

@@ -23,7 +23,7 @@ use std::{
 use libp2p::PeerId;
 use parking_lot::Mutex;
 
-use super::upload::{Allowance, UploadShare, UploadLimit};
+use super::upload::{Allowance, UploadLimit, UploadShare};
 
 /// What all circuits relay per second until a node is told otherwise: a quarter of 100 Mbit/s.
 pub const DEFAULT_RELAY_BYTES_PER_S: u64 = 100_000_000 / 8 / RELAY_PART_OF_NETWORK;

@@ -239,6 +239,10 @@ mod tests {
         assert_eq!(known.standing(&server), PeerStanding::Server);
         assert_eq!(known.book.lock().servers.len(), MAX_KNOWN_SERVERS);
         known.set_servers(flood);
-        assert_eq!(known.standing(&server), PeerStanding::Stranger, "it announces nothing any more");
+        assert_eq!(
+            known.standing(&server),
+            PeerStanding::Stranger,
+            "it announces nothing any more"
+        );
     }
 }

@@ -167,7 +167,8 @@ mod tests {
                 "{message}"
             );
             assert!(message.contains("--public_ip YOUR_IP --port 31337") && message.len() < 4000);
-            let polite = MonitorAnswer { success: false, message: "no".into(), your_ip: "1.2.3.4".into() };
+            let polite =
+                MonitorAnswer { success: false, message: "no".into(), your_ip: "1.2.3.4".into() };
             assert!(advice(&polite).contains("--public_ip 1.2.3.4 --port"));
         });
     }

@@ -177,7 +177,8 @@ impl Announced {
                     task.abort();
                     let (sender, receiver) = watch::channel(status(ServerState::Offline, None));
                     let announcer = Announcer::start(dht, *config, receiver);
-                    self.phase = AnnouncedPhase::Announcing { status: sender, announcer, pings: None };
+                    self.phase =
+                        AnnouncedPhase::Announcing { status: sender, announcer, pings: None };
                 }
             }
             AnnouncedPhase::Ended => {}

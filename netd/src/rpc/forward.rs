@@ -9,7 +9,10 @@ use super::{Failure, Service, reply};
 use crate::workers::job::Caller;
 
 /// Hidden states after the blocks.
-pub(super) async fn forward(service: &Service, request: &BlockRequest<'_>) -> Result<Tensor, Failure> {
+pub(super) async fn forward(
+    service: &Service,
+    request: &BlockRequest<'_>,
+) -> Result<Tensor, Failure> {
     let metadata = &request.metadata;
     let kinds = reply::kinds(metadata.output_compression(1)?, 1, service.compression)?;
     let caller = Caller {

@@ -3,8 +3,8 @@
 
 use bytes::Bytes;
 use p2p::{
-    InboundError, InboundReader, InboundStream, PeerId, MemoryPurpose, ReceivedRequest, Reservation,
-    UnaryResponder,
+    InboundError, InboundReader, InboundStream, MemoryPurpose, PeerId, ReceivedRequest,
+    Reservation, UnaryResponder,
 };
 use prost::Message;
 use shared::figures::Trouble;

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use p2p::{InboundError, InboundStream, PeerId, MemoryPurpose, ReceivedRequest, Reservation};
+use p2p::{InboundError, InboundStream, MemoryPurpose, PeerId, ReceivedRequest, Reservation};
 use shared::figures::Trouble;
 use swarm::names;
 use swarm::wire::keys;

@@ -188,8 +188,9 @@ impl Resumption {
 
     fn look(&self, peer: PeerId, id: &str, hash: &[u8; 32], takeover: &Arc<Notify>) -> Looked {
         let mut lot = self.lock();
-        let is_it =
-            |entry: &ResumptionEntry| (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash);
+        let is_it = |entry: &ResumptionEntry| {
+            (entry.peer, entry.id.as_str(), &entry.secret_hash) == (peer, id, hash)
+        };
         let Some(index) = lot.entries().find(|(_, entry)| is_it(entry)).map(|(at, _)| at) else {
             return Looked::Unknown;
         };

@@ -79,7 +79,11 @@ impl Readiness {
 }
 
 /// What a dry run measures: it waits for another server that measures, and not for peers to come.
-async fn measured_at_once(settings: &rate::MeasurementSettings, p2p: &P2p, dht: &Dht) -> Option<NetworkRate> {
+async fn measured_at_once(
+    settings: &rate::MeasurementSettings,
+    p2p: &P2p,
+    dht: &Dht,
+) -> Option<NetworkRate> {
     let attempts = async {
         loop {
             match rate::once(settings, p2p, dht).await {
@@ -178,7 +182,11 @@ impl Daemon {
     }
 
     /// The network's rate is known, or nobody can be asked.
-    pub(super) async fn network_measured(&mut self, rate: Option<NetworkRate>, outbox: &NetdOutbox) {
+    pub(super) async fn network_measured(
+        &mut self,
+        rate: Option<NetworkRate>,
+        outbox: &NetdOutbox,
+    ) {
         if let Some(rate) = rate {
             let network = NetworkRate::of(None, Some(rate), &NetworkLink::of_system());
             if network != self.readiness.network {

@@ -233,7 +233,8 @@ impl KvMemory {
         let mut state = self.inner.state.lock();
         let (pool, net_of) = (state.queue.pool(), state.queue.net_of().clone());
         let (missing, budget) = (pool.missing(request), pool.budget());
-        let claim = KvClaim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
+        let claim =
+            KvClaim { net: net_of.net(&peer), peer, asked: request.token_blocks(), missing };
         missing > 0
             && state.holders.make_room(claim, budget, |peer| net_of.net(peer), Instant::now())
     }

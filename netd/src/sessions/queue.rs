@@ -143,7 +143,8 @@ impl WaitQueue {
             Ok(grant) => return Ok(Admission::Granted(grant)),
             Err(refused) => refused,
         };
-        let may_wait = matches!(refused, PoolRefusal::NotNow { .. } | PoolRefusal::OverShare { .. });
+        let may_wait =
+            matches!(refused, PoolRefusal::NotNow { .. } | PoolRefusal::OverShare { .. });
         if !may_wait || self.waiting.len() >= MAX_WAITING {
             return Err(refused);
         }
@@ -220,7 +221,12 @@ impl WaitQueue {
         granted
     }
 
-    fn take(&mut self, peer: PeerId, request: &KvRequest, now: Instant) -> Result<Grant, PoolRefusal> {
+    fn take(
+        &mut self,
+        peer: PeerId,
+        request: &KvRequest,
+        now: Instant,
+    ) -> Result<Grant, PoolRefusal> {
         self.pool.check(request)?;
         let asked = request.token_blocks();
         let allowed = self.shares.at(now, Some(peer)).may_take(peer, asked);

@@ -158,7 +158,12 @@ enum Nonsense {
 impl WorkerLink {
     /// A link to `worker`, which serves `span` and is not up yet. `index` tells links apart in job
     /// ids. Rings that cannot be used any more are reported to `broken`.
-    pub fn new(worker: WorkerId, span: Span, index: u16, broken: mpsc::Sender<Broken>) -> WorkerLink {
+    pub fn new(
+        worker: WorkerId,
+        span: Span,
+        index: u16,
+        broken: mpsc::Sender<Broken>,
+    ) -> WorkerLink {
         WorkerLink {
             worker,
             span,

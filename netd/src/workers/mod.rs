@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 
 use arena::ArenaMemory;
 use job::{BODY, Holds, INPUT, Job};
-use link::{Broken, JobFailure, JobTimes, WorkerLink, LinkError};
+use link::{Broken, JobFailure, JobTimes, LinkError, WorkerLink};
 use tally::Tally;
 
 /// Most workers of one instance.

@@ -183,7 +183,11 @@ struct Reached {
 }
 
 impl<'a, P: Clone + Eq + Hash> Search<'a, P> {
-    fn new(servers: &'a [RouteCandidate<P>], blocks: Range<u32>, cache_tokens: Option<u64>) -> Self {
+    fn new(
+        servers: &'a [RouteCandidate<P>],
+        blocks: Range<u32>,
+        cache_tokens: Option<u64>,
+    ) -> Self {
         let numbers = servers.iter().enumerate().map(|(number, server)| (&server.peer, number));
         let (numbers, reached) = (numbers.collect(), vec![None; servers.len()]);
         Self { servers, blocks, cache_tokens, numbers, reached }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use supervisor::handover::HandoverOptions;
-use supervisor::status::{MAX_PATIENCE, InstanceRequest};
+use supervisor::status::{InstanceRequest, MAX_PATIENCE};
 
 use crate::status::{OrderOptions, StatusOptions};
 

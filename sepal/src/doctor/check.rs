@@ -107,7 +107,10 @@ pub struct PendingObservation<T> {
 
 impl<T: Send + 'static> PendingObservation<T> {
     /// Starts to observe; what has not ended after `limit` is given up.
-    pub fn start(limit: Duration, observe: impl FnOnce() -> T + Send + 'static) -> PendingObservation<T> {
+    pub fn start(
+        limit: Duration,
+        observe: impl FnOnce() -> T + Send + 'static,
+    ) -> PendingObservation<T> {
         let (sender, facts) = sync_channel(1);
         // Fails only when nobody waits any more. A thread that hangs ends with the process.
         std::thread::spawn(move || drop(sender.send(observe())));
@@ -139,17 +142,22 @@ mod tests {
 
     #[test]
     fn a_finding_is_one_line_whatever_it_quotes() {
-        let finding = Finding::new("port", CheckVerdict::problem("in use by a\nb\x1b[2J", "stop it"));
+        let finding =
+            Finding::new("port", CheckVerdict::problem("in use by a\nb\x1b[2J", "stop it"));
         assert_eq!(finding.line(), "problem  port          in use by a\\nb\\u{1b}[2J; stop it");
         let json = serde_json::to_value(&finding).unwrap();
         assert_eq!((&json["status"], &json["advice"]), (&"problem".into(), &"stop it".into()));
-        assert_eq!(Finding::new("port", CheckVerdict::ok("free")).line(), "ok       port          free");
+        assert_eq!(
+            Finding::new("port", CheckVerdict::ok("free")).line(),
+            "ok       port          free"
+        );
     }
 
     #[test]
     fn an_observation_that_hangs_is_given_up() {
         let (hold, held) = sync_channel::<()>(0);
-        let hung = PendingObservation::start(Duration::from_millis(20), move || held.recv().is_err());
+        let hung =
+            PendingObservation::start(Duration::from_millis(20), move || held.recv().is_err());
         assert_eq!(hung.wait(), Err("no answer within 0.02 s".to_owned()));
         drop(hold);
         assert_eq!(PendingObservation::start(Duration::from_secs(60), || 5).wait(), Ok(5));

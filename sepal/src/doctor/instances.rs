@@ -48,7 +48,9 @@ pub fn devices(running: &[LiveServer]) -> Vec<String> {
 pub fn judge(facts: &InstanceFacts) -> CheckVerdict {
     let InstanceFacts { running, name, peer_id } = facts;
     let running = match running {
-        Err(why) => return CheckVerdict::problem(why, "run sepal doctor as the user of the server"),
+        Err(why) => {
+            return CheckVerdict::problem(why, "run sepal doctor as the user of the server");
+        }
         Ok(running) => running,
     };
     let peer_id = match peer_id {

@@ -73,7 +73,9 @@ pub fn judge_router(facts: &SwarmFacts, is_asked: bool) -> CheckVerdict {
             "no router of this net forwards ports when asked",
             "enable UPnP in the router, or forward a port there by hand (--port, --public_ip)",
         ),
-        (true, _, None) => CheckVerdict::ok("no router answered; whether one is needed is not known"),
+        (true, _, None) => {
+            CheckVerdict::ok("no router answered; whether one is needed is not known")
+        }
     }
 }
 
@@ -86,7 +88,9 @@ pub fn judge_clock(swarm: Option<&SwarmFacts>, hub: Option<&HubFacts>) -> CheckV
             (ahead, format!("{} peers", peers.len()))
         }
         (_, Some(ahead)) => (ahead, "the Hub".to_owned()),
-        (_, None) => return CheckVerdict::skipped("no clock of a peer or of the Hub to compare with"),
+        (_, None) => {
+            return CheckVerdict::skipped("no clock of a peer or of the Hub to compare with");
+        }
     };
     let way = if ahead < 0.0 { "behind" } else { "ahead of" };
     let found = format!("the clock is {:.1} s {way} that of {whose}", ahead.abs());

@@ -69,7 +69,9 @@ pub fn judge_kernel(facts: &KernelFacts) -> CheckVerdict {
         );
     }
     match has_psi {
-        true => CheckVerdict::ok(format!("Linux {release} has sealed memory, eventfd, pidfd and PSI")),
+        true => {
+            CheckVerdict::ok(format!("Linux {release} has sealed memory, eventfd, pidfd and PSI"))
+        }
         false => CheckVerdict::warning(
             format!("Linux {release} does not tell the pressure on memory (/proc/pressure/memory)"),
             "boot with psi=1, so that Sepal sees a lack of memory before the OOM killer does",

@@ -45,7 +45,9 @@ fn give(options: &OrderOptions) -> Result<(), StatusError> {
         InstanceAnswer::Accepted | InstanceAnswer::Report(_) => {}
     }
     match &options.request {
-        InstanceRequest::Pause { .. } if options.no_wait => println!("instance {}: pausing", live.name),
+        InstanceRequest::Pause { .. } if options.no_wait => {
+            println!("instance {}: pausing", live.name)
+        }
         InstanceRequest::Pause { patience_s } => {
             let patience = Duration::from_secs(*patience_s) + WORKERS_PATIENCE;
             wait_for_pause(&live, patience)?;
@@ -55,7 +57,9 @@ fn give(options: &OrderOptions) -> Result<(), StatusError> {
         InstanceRequest::Restart { worker } => {
             println!("instance {}: restarting worker {worker}", live.name);
         }
-        InstanceRequest::Upgrade { .. } if options.no_wait => println!("instance {}: upgrading", live.name),
+        InstanceRequest::Upgrade { .. } if options.no_wait => {
+            println!("instance {}: upgrading", live.name)
+        }
         InstanceRequest::Upgrade { .. } => {
             let build = wait_for_upgrade(&live)?;
             println!("instance {}: upgraded, every process is of build {build}", live.name);

@@ -21,7 +21,7 @@ use shared::bootstrap::DescriptorSocket;
 use shared::control::FdTag;
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
 use shared::shm::doorbell::MAX_SPIN;
-use shared::shm::group::{GroupOwner, GroupMap, GroupShape, GroupMember, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupMember, GroupOwner, GroupShape, WaitPolicy};
 
 const ROUNDS: usize = 10;
 const WARM_UP: usize = 50;

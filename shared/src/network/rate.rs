@@ -41,7 +41,11 @@ pub struct NetworkRate {
 
 impl NetworkRate {
     /// The rate that counts, in the order of [`crate::network`].
-    pub fn of(asked: Option<f64>, measured: Option<NetworkRate>, link: &NetworkLink) -> NetworkRate {
+    pub fn of(
+        asked: Option<f64>,
+        measured: Option<NetworkRate>,
+        link: &NetworkLink,
+    ) -> NetworkRate {
         if let Some(bits_per_s) = asked {
             let source = RateSource::Operator;
             return NetworkRate { bits_per_s, source };

@@ -30,7 +30,10 @@ pub(super) fn restrict(who: SandboxSubject, confinement: &Confinement) -> Result
     }
 }
 
-fn rules(who: SandboxSubject, confinement: &Confinement) -> Result<RulesetStatus, landlock::RulesetError> {
+fn rules(
+    who: SandboxSubject,
+    confinement: &Confinement,
+) -> Result<RulesetStatus, landlock::RulesetError> {
     let all = AccessFs::from_all(RULES);
     // Starting programs is refused to all; libraries are mapped, not executed.
     let read = AccessFs::from_read(RULES) & !AccessFs::Execute;

@@ -18,7 +18,8 @@ pub struct SyscallRefusal {
     pub binds_driver: bool,
 }
 
-const ALL: &[SandboxSubject] = &[SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page];
+const ALL: &[SandboxSubject] =
+    &[SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page];
 
 /// System calls that are refused whatever their arguments are.
 pub const REFUSALS: &[SyscallRefusal] = &[

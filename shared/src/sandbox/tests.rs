@@ -212,7 +212,13 @@ fn children_change_user() -> bool {
             (numbers[0]..numbers[0] + numbers[2]).contains(&u64::from(number))
         })
     };
-    let users = [SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page].map(table::user);
+    let users = [
+        SandboxSubject::Netd,
+        SandboxSubject::Worker,
+        SandboxSubject::Prepare,
+        SandboxSubject::Page,
+    ]
+    .map(table::user);
     let maps = ["/proc/self/uid_map", "/proc/self/gid_map"];
     rights::OF_WHO_CHANGES.into_iter().all(has_right)
         && fs::read_to_string("/proc/self/setgroups").is_ok_and(|text| text.trim() == "allow")
@@ -296,7 +302,12 @@ fn what_is_refused_works_where_nothing_is_confined() {
         assert!(NOT_EVERYWHERE.contains(what), "every process can: {what}");
         ignored(UNCONFINED, &format!("\"{what}\", which no process here can"));
     }
-    for who in [SandboxSubject::Netd, SandboxSubject::Worker, SandboxSubject::Prepare, SandboxSubject::Page] {
+    for who in [
+        SandboxSubject::Netd,
+        SandboxSubject::Worker,
+        SandboxSubject::Prepare,
+        SandboxSubject::Page,
+    ] {
         let outcomes = Site::new().outcomes(who, SandboxMode::Off, false);
         assert_can(&outcomes, &can, &format!("{who:?}"));
     }
@@ -306,7 +317,8 @@ fn what_is_refused_works_where_nothing_is_confined() {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn asking_for_the_state_of_tiles_is_refused_to_nobody() {
-    let is_refused = |refusal: &table::SyscallRefusal| refusal.calls.contains(&nix::libc::SYS_arch_prctl);
+    let is_refused =
+        |refusal: &table::SyscallRefusal| refusal.calls.contains(&nix::libc::SYS_arch_prctl);
     assert!(!table::REFUSALS.iter().any(is_refused));
 }
 

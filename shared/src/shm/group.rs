@@ -56,7 +56,7 @@ pub use layout::{
 pub use log::{PlanPosition, PlanReader, PlanWriter};
 pub use map::GroupMap;
 #[cfg(not(loom))]
-pub use map::{GroupOwner, GroupMapError};
+pub use map::{GroupMapError, GroupOwner};
 pub use member::GroupMember;
 pub use wait::WaitPolicy;
 

@@ -57,7 +57,11 @@ struct SampleFile {
 
 /// What is known of the warpgroups of `devices`, in their order. Devices are sampled at once, each
 /// process for at most `limit`; verdicts are read from and written to `folder`.
-pub fn warpgroups(folder: &Path, devices: &[SampleCandidate<'_>], limit: Duration) -> Vec<Warpgroups> {
+pub fn warpgroups(
+    folder: &Path,
+    devices: &[SampleCandidate<'_>],
+    limit: Duration,
+) -> Vec<Warpgroups> {
     let known = devices.iter().map(|device| known(folder, device));
     let mut known: Vec<_> = known.collect();
     let since = Instant::now();
@@ -192,7 +196,8 @@ fn process(sampling: &Sampling, limit: Duration) -> Result<Subprocess, String> {
 
 /// What an earlier start found.
 fn known(folder: &Path, device: &SampleCandidate<'_>) -> Sampling {
-    let kept = device.subject.read::<SampleFile>(folder, KIND).filter(|kept| kept.version == VERSION);
+    let kept =
+        device.subject.read::<SampleFile>(folder, KIND).filter(|kept| kept.version == VERSION);
     let mut sampling =
         Sampling::new(device.ordinal, kept.map(|kept| kept.verdicts).unwrap_or_default());
     if !device.found.has_warpgroups {
@@ -210,7 +215,12 @@ fn known(folder: &Path, device: &SampleCandidate<'_>) -> Sampling {
     sampling
 }
 
-fn finish(folder: &Path, device: &SampleCandidate<'_>, sampling: Sampling, since: Instant) -> Warpgroups {
+fn finish(
+    folder: &Path,
+    device: &SampleCandidate<'_>,
+    sampling: Sampling,
+    since: Instant,
+) -> Warpgroups {
     if !device.found.has_warpgroups {
         return Warpgroups::Missing;
     }
@@ -341,7 +351,11 @@ mod tests {
             "echo nonsense".to_owned(),
             begun(FIRST),
             echo(&SampleLine::Found(FIRST, SampleVerdict::SameBits)),
-            format!("{}; {}", begun(SECOND), echo(&SampleLine::Found(FIRST, SampleVerdict::SameBits))),
+            format!(
+                "{}; {}",
+                begun(SECOND),
+                echo(&SampleLine::Found(FIRST, SampleVerdict::SameBits))
+            ),
         ] {
             let sampling = learned(&script);
             assert!(!sampling.is_open() && sampling.verdicts.is_empty(), "{script}");
@@ -375,7 +389,8 @@ mod tests {
         let kept = SampleFile { version: VERSION, verdicts: verdicts.clone() };
         subject("H200", 12_080).write(folder.path(), KIND, &kept);
         let (new, old) = (has(true), has(false));
-        let candidate = |found| SampleCandidate { ordinal: 0, found, subject: subject("H200", 12_080) };
+        let candidate =
+            |found| SampleCandidate { ordinal: 0, found, subject: subject("H200", 12_080) };
         // A process would be this program of tests, which gives no answer.
         let devices = [candidate(&new), candidate(&old)];
         let found = warpgroups(folder.path(), &devices, LONG);

@@ -24,10 +24,10 @@ use tracing::warn;
 use super::{TreeDriver, rings_of};
 use crate::channel::Message;
 use crate::instance::Instance;
-use crate::placement::{Placement, DeviceShare};
+use crate::placement::{DeviceShare, Placement};
 use crate::segments::{KvChoice, MakeError};
 use crate::sizing::{EXCHANGE_VALUES, PLAN_LOG_BYTES};
-use crate::tree::{ChildId, Down, TreeEvent, ExitStatus, Init};
+use crate::tree::{ChildId, Down, ExitStatus, Init, TreeEvent};
 
 impl TreeDriver<'_> {
     /// Adds descriptors to what the tree wants told.

@@ -8,8 +8,8 @@ use tracing::{info, warn};
 use super::TreeDriver;
 use crate::report::InstanceReport;
 use crate::segments::Segments;
-use crate::status::{InstanceAnswer, MAX_PATIENCE, InstanceRequest};
-use crate::tree::{ChildId, TreeEvent, Tree};
+use crate::status::{InstanceAnswer, InstanceRequest, MAX_PATIENCE};
+use crate::tree::{ChildId, Tree, TreeEvent};
 
 /// What runs, as `sepal status` shows it.
 pub(super) fn report(segments: &Segments, tree: &Tree, config: &ServeConfig) -> InstanceReport {
@@ -25,22 +25,27 @@ impl TreeDriver<'_> {
         let is_holding = self.is_holding();
         let confined = self.confined();
         let mut wanted = None;
-        let TreeDriver { status, segments, tree, config, pending, deaths, metrics, web, notes, .. } =
-            self;
+        let TreeDriver {
+            status, segments, tree, config, pending, deaths, metrics, web, notes, ..
+        } = self;
         let last = |role, worker| {
             let death = ChildId::of(role, worker).and_then(|id| deaths.last(id));
             death.map(|death| death.text.clone())
         };
         let mut has_ordered = false;
         status.answer(|request| match request.order() {
-            Ok(Some(_)) if is_holding => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
-            Ok(None) if matches!(request, InstanceRequest::Upgrade { .. }) => match wanted.is_some() {
-                true => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
-                false => {
-                    wanted = Some(request);
-                    InstanceAnswer::Accepted
+            Ok(Some(_)) if is_holding => {
+                InstanceAnswer::Refused { error: "busy: try again".to_owned() }
+            }
+            Ok(None) if matches!(request, InstanceRequest::Upgrade { .. }) => {
+                match wanted.is_some() {
+                    true => InstanceAnswer::Refused { error: "busy: try again".to_owned() },
+                    false => {
+                        wanted = Some(request);
+                        InstanceAnswer::Accepted
+                    }
                 }
-            },
+            }
             Ok(None) => {
                 if request == (InstanceRequest::Report { brief: false }) {
                     segments.board.viewed();

@@ -16,7 +16,7 @@ use shared::build::Build;
 use tracing::{info, warn};
 
 use super::compose::manifest_of;
-use super::{TreeDriver, RunParts};
+use super::{RunParts, TreeDriver};
 use crate::channel::Wake;
 use crate::child_process::ChildProcess;
 use crate::devices::subprocess::Subprocess;
@@ -27,7 +27,7 @@ use crate::instance::Instance;
 use crate::listener::{self, ListeningSocket};
 use crate::segments::Segments;
 use crate::status::StatusSocket;
-use crate::tree::{TreeEvent, Order};
+use crate::tree::{Order, TreeEvent};
 use crate::weights::Weights;
 
 /// Time for the new executable to say what it is.
@@ -101,7 +101,8 @@ impl TreeDriver<'_> {
         info!(path = %path.display(), "upgrade: asking the new executable what it is");
         self.notes.failure = None;
         let until = Instant::now() + WAIT_TIMEOUT;
-        self.upgrade = Some(Upgrade { path, patience, step: UpgradeStep::Describing(process), until });
+        self.upgrade =
+            Some(Upgrade { path, patience, step: UpgradeStep::Describing(process), until });
         Ok(())
     }
 
@@ -117,7 +118,9 @@ impl TreeDriver<'_> {
 
     /// The executable that follows the end of the run.
     pub(super) fn successor(&mut self) -> Option<PathBuf> {
-        self.upgrade.take_if(|upgrade| matches!(upgrade.step, UpgradeStep::Leaving)).map(|left| left.path)
+        self.upgrade
+            .take_if(|upgrade| matches!(upgrade.step, UpgradeStep::Leaving))
+            .map(|left| left.path)
     }
 
     /// What an upgrade is doing, for the operator.

@@ -8,7 +8,7 @@ use shared::model::ModelFacts;
 use shared::survey::Survey;
 
 use super::{InstanceMemory, available_bytes, node_memory, within};
-use crate::placement::{self, Placement, DeviceShare};
+use crate::placement::{self, DeviceShare, Placement};
 
 /// What the memory behind one group of devices holds.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -70,13 +70,23 @@ impl InstanceMemory {
     }
 
     /// Most blocks that the nodes of group `index` hold.
-    pub(super) fn most_on_nodes(&self, facts: &ModelFacts, groups: &[DeviceShare], index: usize) -> u32 {
+    pub(super) fn most_on_nodes(
+        &self,
+        facts: &ModelFacts,
+        groups: &[DeviceShare],
+        index: usize,
+    ) -> u32 {
         self.least_place(facts, groups, index).map_or(u32::MAX, |place| place.most)
     }
 
     /// Where the fewest blocks of a group fit; `None` if it has no rank on a node whose memory is
     /// known. Groups on one node share its memory evenly.
-    fn least_place(&self, facts: &ModelFacts, groups: &[DeviceShare], index: usize) -> Option<OnNode> {
+    fn least_place(
+        &self,
+        facts: &ModelFacts,
+        groups: &[DeviceShare],
+        index: usize,
+    ) -> Option<OnNode> {
         let limits = self.netd.limits(facts);
         let group = groups.get(index)?;
         let places = self.nodes.iter().filter_map(|memory| {

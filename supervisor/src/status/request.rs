@@ -110,8 +110,9 @@ mod tests {
 
     #[test]
     fn requests_become_orders() {
-        let order =
-            |text: &str| InstanceRequest::parse(text.as_bytes()).and_then(|request| request.order());
+        let order = |text: &str| {
+            InstanceRequest::parse(text.as_bytes()).and_then(|request| request.order())
+        };
         assert_eq!(order(r#"{"request":"report"}"#), Ok(None));
         assert_eq!(order(r#"{"request":"resume"}"#), Ok(Some(Order::Resume)));
         let pause = order(r#"{"request":"pause","patience_s":60}"#);

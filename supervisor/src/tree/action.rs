@@ -12,7 +12,7 @@ use shared::model::ModelFacts;
 use shared::survey::Capacity;
 
 use super::child::{Beat, ChildId, ExitStatus, Lifecycle};
-use crate::placement::{Placement, DeviceShare};
+use crate::placement::{DeviceShare, Placement};
 use crate::sizing::InstanceMemory;
 
 /// What the tree needs to know of the configuration.

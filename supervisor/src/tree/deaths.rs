@@ -7,7 +7,7 @@ use shared::control::{DeathCause, ToNetd};
 use shared::exit::ExitReason;
 use shared::ids::{GroupId, WorkerId};
 
-use super::group::{Assignment, Death, WorkerGroup, Worker};
+use super::group::{Assignment, Death, Worker, WorkerGroup};
 use super::{Action, Beat, ChildId, Down, ExitStatus, Lifecycle, Next, Tree, child};
 
 impl Tree {
@@ -341,7 +341,13 @@ fn abort(group: &mut WorkerGroup, out: &mut Vec<Action>) {
 
 /// Ends the workers of a group that are left: they are of no use without the others. Their ends count
 /// if that of the other does (not `excused`), as the limit is one of the group.
-fn end_group(group: &mut WorkerGroup, why: &str, excused: bool, now: Instant, out: &mut Vec<Action>) {
+fn end_group(
+    group: &mut WorkerGroup,
+    why: &str,
+    excused: bool,
+    now: Instant,
+    out: &mut Vec<Action>,
+) {
     abort(group, out);
     for worker in &mut group.workers {
         let child = &mut worker.child;

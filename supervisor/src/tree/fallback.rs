@@ -18,7 +18,7 @@ use shared::exit::ExitReason;
 use shared::ids::GroupId;
 
 use super::aside::MAX_PAUSE;
-use super::group::{Aside, Assignment, Comeback, Death, WorkerGroup, Origin};
+use super::group::{Aside, Assignment, Comeback, Death, Origin, WorkerGroup};
 use super::{Action, Next, Tree};
 
 impl Tree {
@@ -72,8 +72,9 @@ impl Tree {
         if self.ending.is_some() || self.moving.is_some() {
             return None;
         }
-        let rests =
-            |group: &&WorkerGroup| group.origin.is_some_and(|origin| origin.step == Comeback::Resting);
+        let rests = |group: &&WorkerGroup| {
+            group.origin.is_some_and(|origin| origin.step == Comeback::Resting)
+        };
         let resting = self.groups.iter().filter(rests);
         resting.filter_map(|group| Some((group.aside?.until, group.id()))).min()
     }
@@ -137,7 +138,8 @@ impl Tree {
         if self.ending.is_some() || self.moving.is_some() {
             return;
         }
-        let ids: Vec<_> = self.groups.iter().filter(|g| g.may_return()).map(WorkerGroup::id).collect();
+        let ids: Vec<_> =
+            self.groups.iter().filter(|g| g.may_return()).map(WorkerGroup::id).collect();
         for id in ids {
             self.return_blocks(id, now, out);
         }

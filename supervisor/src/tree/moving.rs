@@ -263,7 +263,8 @@ impl Tree {
 
     /// Takes out of the tree who was dropped and has ended, and starts who waits for that.
     pub(super) fn sweep(&mut self, now: Instant, out: &mut Vec<Action>) {
-        let over = |group: &mut WorkerGroup| group.assignment == Assignment::Dropped && !group.is_alive();
+        let over =
+            |group: &mut WorkerGroup| group.assignment == Assignment::Dropped && !group.is_alive();
         for group in self.groups.extract_if(.., over) {
             let (id, generation) = (group.id(), group.generation());
             self.last_generations.retain(|(other, _)| *other != id);

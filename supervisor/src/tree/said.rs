@@ -27,7 +27,8 @@ impl Tree {
             FromPrepare::Prepared if self.span.is_some() => {
                 self.prepared = true;
                 let waiting = |child: &Child| child.state == Lifecycle::Waiting;
-                let is_due = |group: &&WorkerGroup| !group.awaits_shares && group.children().all(waiting);
+                let is_due =
+                    |group: &&WorkerGroup| !group.awaits_shares && group.children().all(waiting);
                 let groups = self.groups.iter().filter(is_due);
                 let ids: Vec<_> = groups.map(WorkerGroup::id).collect();
                 if self.ending.is_none() {

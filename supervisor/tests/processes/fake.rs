@@ -21,7 +21,7 @@ use shared::model::{ModelFacts, RankShare};
 use shared::shm::arena::ArenaMap;
 use shared::shm::board::{BoardWriter, Phase};
 use shared::shm::doorbell::{Doorbell, Wake};
-use shared::shm::group::{GroupMap, GroupShape, GroupMember, WaitPolicy};
+use shared::shm::group::{GroupMap, GroupMember, GroupShape, WaitPolicy};
 use shared::shm::kv::KvMap;
 use shared::shm::pair::{RingIdentity, RingPair};
 use shared::shm::segment::MemfdSegment;

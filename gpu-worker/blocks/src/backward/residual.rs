@@ -131,7 +131,11 @@ impl<B: Backend> Backward<'_, '_, '_, B> {
     }
 
     /// Gradient of the MLP's input, into `branch`.
-    fn mlp_branch(&mut self, piece: &mut PieceBuffers<'_, B>, grad: &B::Floats) -> Result<(), OpError> {
+    fn mlp_branch(
+        &mut self,
+        piece: &mut PieceBuffers<'_, B>,
+        grad: &B::Floats,
+    ) -> Result<(), OpError> {
         let given = [piece.saved.gate.take(), piece.saved.up.take()];
         self.mlp(piece.fed, grad, given, piece.forward_middle, piece.middle, piece.branch)?;
         match self.mlp_is_part() {

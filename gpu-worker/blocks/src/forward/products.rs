@@ -79,8 +79,9 @@ impl<'w, B: Backend> Pass<'_, 'w, B> {
         let mut outs = products.each_mut().map(|product| &mut *product.out);
         self.backend.all_reduce(&mut outs, self.tokens * self.spec.hidden)?;
         let mut products = products.into_iter();
-        products
-            .try_for_each(|product| self.adapt(product.x, product.linear, RankInputs::Cut, product.out))
+        products.try_for_each(|product| {
+            self.adapt(product.x, product.linear, RankInputs::Cut, product.out)
+        })
     }
 
     /// Adds what adapters make of `x` to the product with their matrix.

@@ -74,7 +74,11 @@ struct ExportFiles {
 }
 
 impl ExportFiles {
-    fn look(cache: &Path, model: &str, revision: Option<&str>) -> Result<ExportFiles, PrepareError> {
+    fn look(
+        cache: &Path,
+        model: &str,
+        revision: Option<&str>,
+    ) -> Result<ExportFiles, PrepareError> {
         let mut found = ExportFiles {
             name: map_repo(model),
             commit: String::new(),

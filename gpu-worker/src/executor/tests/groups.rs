@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use shared::ids::GroupId;
 use shared::job::MAX_BODY_BYTES;
-use shared::shm::group::{GroupOwner, GroupMap, GroupShape, PlanReader};
+use shared::shm::group::{GroupMap, GroupOwner, GroupShape, PlanReader};
 
 use super::*;
 use crate::link::ArenaLink;

@@ -20,8 +20,8 @@ use shared::dtype::DType;
 use super::Scratch;
 #[cfg(target_arch = "x86_64")]
 use super::gemm::nf4::Nf4;
-use super::line::{LINE, CacheLine, ZEROS, floats, prefetch, resize};
-use super::outer::{OuterPrefetch, MOST_LANES, InputRows, Sums, WIDTH, Widen, tile_of};
+use super::line::{CacheLine, LINE, ZEROS, floats, prefetch, resize};
+use super::outer::{InputRows, MOST_LANES, OuterPrefetch, Sums, WIDTH, Widen, tile_of};
 use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::ops::LinearGrad;
 use crate::tensor::{Format, WeightView};
@@ -97,7 +97,11 @@ pub(super) unsafe fn multiply<V: Widen>(
 }
 
 /// Computes some columns of all rows.
-fn columns_of<V: Widen>(shared: &PanelArguments<'_>, columns: Range<usize>, panels: &mut Vec<CacheLine>) {
+fn columns_of<V: Widen>(
+    shared: &PanelArguments<'_>,
+    columns: Range<usize>,
+    panels: &mut Vec<CacheLine>,
+) {
     let (outputs, width) = (shared.rows.width, WIDTH * V::LANES);
     if outputs == 0 {
         let inputs = shared.weight.inputs();

@@ -6,7 +6,7 @@ use shared::ids::PageId;
 
 use super::numbers;
 use crate::cuda::ops::attention;
-use crate::cuda::{Cuda, Gpu, PooledMemory, Pages};
+use crate::cuda::{Cuda, Gpu, Pages, PooledMemory};
 use crate::kv::{KvPages, PAGE_TOKENS, PageLayout, StepRow};
 use crate::ops::{Alibi, Attention, KvAppend, OpError, kv_append};
 

@@ -157,7 +157,11 @@ struct Appended {
 }
 
 impl<G: Gpu> MirrorOutbox<G> {
-    fn new(cuda: &mut Cuda<G>, slot_bytes: usize, slots: usize) -> Result<MirrorOutbox<G>, OpError> {
+    fn new(
+        cuda: &mut Cuda<G>,
+        slot_bytes: usize,
+        slots: usize,
+    ) -> Result<MirrorOutbox<G>, OpError> {
         let bytes = slots * slot_bytes;
         let memory = cuda.reserve(bytes)?;
         let staging = Staging::new(cuda, bytes);

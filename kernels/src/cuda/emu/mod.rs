@@ -511,8 +511,8 @@ impl Gpu for Emu {
         let mut states = vec![0; graph.0.len()];
         for (at, command) in graph.0.iter().enumerate() {
             // The first command of a graph waits for all before it, as a launch after a copy does.
-            let is_after_launch =
-                at > 0 && matches!(graph.0[at - 1], GraphCommand::Launch(_) | GraphCommand::Early(_));
+            let is_after_launch = at > 0
+                && matches!(graph.0[at - 1], GraphCommand::Launch(_) | GraphCommand::Early(_));
             match *command {
                 GraphCommand::Early(launch) if is_after_launch => {
                     // SAFETY: the caller's.

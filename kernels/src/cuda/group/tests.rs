@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shared::ids::{Generation, GroupId, Rank, WorldSize};
-use shared::shm::group::{GroupOwner, GroupShape, GroupMember as HostMember, WaitPolicy};
+use shared::shm::group::{GroupMember as HostMember, GroupOwner, GroupShape, WaitPolicy};
 
 use super::*;
 use crate::GroupFailure;
@@ -319,7 +319,8 @@ fn offers_that_do_not_fit_are_refused() {
     let shape = shape(2, 64);
     let group = GroupOwner::create("sepal-test-devices", &shape).unwrap();
     let map = map_of(&group, &shape, 0);
-    let device = DeviceIdentity { uuid: Emu::new(1).with_ordinal(1).uuid().unwrap(), multiprocessors: 4 };
+    let device =
+        DeviceIdentity { uuid: Emu::new(1).with_ordinal(1).uuid().unwrap(), multiprocessors: 4 };
     let offer = |memory: Option<OwnedFd>| vec![None, Some(Offer { device, memory })];
     let offered = || {
         let mut cuda = Cuda::new(Emu::new(1));

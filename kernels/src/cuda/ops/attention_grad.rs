@@ -5,7 +5,7 @@ use shared::dtype::DType;
 use super::attention::{Kernels, MAX_HEAD_DIM, slopes, window};
 use super::by_dtype;
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, PooledMemory, Pages, Params};
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Pages, Params, PooledMemory};
 use crate::kv::{PAGE_TOKENS, StepRow, total_tokens};
 use crate::ops::{Attention, AttentionGrad, OpError, PagePool};
 use crate::sizes;

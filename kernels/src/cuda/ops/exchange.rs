@@ -1,7 +1,7 @@
 //! Launches `exchange.cu`. A backend that joined no group launches nothing.
 
 use crate::cuda::gpu::ctas;
-use crate::cuda::group::{Lanes, CudaMember};
+use crate::cuda::group::{CudaMember, Lanes};
 use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Params};
 use crate::ops::{OpError, check_len};
 use crate::sizes::exchange::{MAX_PARTS, THREADS};

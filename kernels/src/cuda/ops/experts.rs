@@ -5,14 +5,14 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::linear::by_format;
-use super::lora::{AdapterOperands, AdaptedRows};
+use super::lora::{AdaptedRows, AdapterOperands};
 use super::{by_dtype, convert, elementwise, exchange};
 use crate::cuda::adapters::OfRows;
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Experts, Floats, Gpu, Launch, Matrix, Params};
 use crate::ops::experts::{DOWN, Expert, ExpertSizes};
 use crate::ops::lora::AdapterSizes;
-use crate::ops::{ExpertAdapters, RankInputs, MatrixShape, Mixture, OpError, Route};
+use crate::ops::{ExpertAdapters, MatrixShape, Mixture, OpError, RankInputs, Route};
 use crate::sizes;
 use crate::tuning;
 
@@ -31,7 +31,8 @@ pub(crate) fn launch<G: Gpu>(
     let Some(like) = args.experts.like().filter(|_| args.tokens > 0) else {
         return Ok(());
     };
-    let plan = ExpertPlan::new(args.experts, like, args.tokens, args.chosen, args.workspace.lists, true);
+    let plan =
+        ExpertPlan::new(args.experts, like, args.tokens, args.chosen, args.workspace.lists, true);
     // Ranks of a group on different devices may have other bits: the logits of rank 0 decide.
     exchange::broadcast(cuda, args.logits, args.tokens * sizes.experts)?;
     let group = GroupedTokens {

@@ -5,7 +5,7 @@ use shared::config::QuantType;
 use shared::dtype::DType;
 
 use super::exchange;
-use super::experts::{GroupedTokens, ExpertPlan, ExpertSource, found};
+use super::experts::{ExpertPlan, ExpertSource, GroupedTokens, found};
 use super::linear::by_format;
 use super::lora::AdapterOperands;
 use crate::cuda::gpu::ctas;

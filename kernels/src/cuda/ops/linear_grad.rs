@@ -6,7 +6,7 @@ use shared::dtype::DType;
 use super::linear::by_format;
 use crate::cuda::gpu::ctas;
 use crate::cuda::matrix::MatrixParts;
-use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, PooledMemory, Params};
+use crate::cuda::{Address, Cuda, Floats, Gpu, Launch, Matrix, Params, PooledMemory};
 use crate::ops::{LinearGrad, MatrixShape, OpError};
 use crate::sizes;
 use crate::tuning;

@@ -4,7 +4,7 @@ use super::exchange;
 use crate::cuda::adapters::{OfRows, code};
 use crate::cuda::gpu::ctas;
 use crate::cuda::{Adapters, Address, Cuda, Floats, Gpu, Launch, Params};
-use crate::ops::{Adapt, AdaptGrad, RankInputs, OpError};
+use crate::ops::{Adapt, AdaptGrad, OpError, RankInputs};
 use crate::sizes::lora::{DOWN_SHARED, RANK_STEP, RANKS, ROWS, UP_SHARED_PER_RANK};
 use shared::dtype::DType;
 

@@ -1,7 +1,7 @@
 //! Launches `repack.cu`: uploads NF4 matrices of whole groups in tiles.
 
 use crate::cuda::gpu::ctas;
-use crate::cuda::{Address, Cuda, Gpu, Launch, PooledMemory, Params};
+use crate::cuda::{Address, Cuda, Gpu, Launch, Params, PooledMemory};
 use crate::ops::OpError;
 use crate::quant::nf4::{self, GROUP};
 use crate::sizes::repack::{CHUNK, CHUNK_BYTES, STRIP, TILE_BYTES, WARPS};

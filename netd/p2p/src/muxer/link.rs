@@ -8,7 +8,7 @@ use std::{
 
 use futures::io::{AsyncRead, AsyncWrite};
 
-use super::header::{HEADER_BYTES, Header, FrameKind};
+use super::header::{FrameKind, HEADER_BYTES, Header};
 
 /// Frames are taken from the streams only up to this size: what a stream queues later with little data leaves soon.
 const MAX_UNSENT_BYTES: usize = 64 << 10;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    header::{FIN, Header, FrameKind, RST, SYN, broken},
+    header::{FIN, FrameKind, Header, RST, SYN, broken},
     turns::Spending,
     window::{FIRST_WINDOW, Growth, Window},
 };
@@ -121,7 +121,9 @@ impl Stream {
     pub(super) fn grant(&mut self, id: u32) -> Option<Header> {
         let credit = std::mem::take(&mut self.granted);
         let is_due = credit > 0 && !self.is_broken && !self.is_abandoned;
-        is_due.then(|| Header::of(FrameKind::Window, std::mem::take(&mut self.introduction), id, credit))
+        is_due.then(|| {
+            Header::of(FrameKind::Window, std::mem::take(&mut self.introduction), id, credit)
+        })
     }
 
     /// # Errors

@@ -17,7 +17,7 @@ use std::{
 
 use super::{
     super::limits::MAX_STREAMS_PER_CONNECTION,
-    header::{ACK, FIN, Header, FrameKind, RST, SYN, broken},
+    header::{ACK, FIN, FrameKind, Header, RST, SYN, broken},
     stream::Stream,
     turns::Turns,
     window::Growth,

@@ -8,7 +8,7 @@ use libp2p::core::muxing::StreamMuxerExt;
 use tokio_util::compat::TokioAsyncReadCompatExt;
 
 use super::{
-    header::{FIN, Header, FrameKind, SYN},
+    header::{FIN, FrameKind, Header, SYN},
     *,
 };
 use crate::tests::block_on;
@@ -219,7 +219,8 @@ fn a_peer_that_breaks_the_protocol_loses_its_connection() {
 fn single_bytes_cost_little_more_than_those() {
     block_on(async {
         let mut streams = Streams::new(false, Growth::new(None), Instant::now());
-        let id = streams.begin(Header::of(FrameKind::Window, SYN, 1, 0)).expect("opens").expect("opens");
+        let id =
+            streams.begin(Header::of(FrameKind::Window, SYN, 1, 0)).expect("opens").expect("opens");
         let header = Header::of(FrameKind::Data, 0, id, 1);
         for _ in 0..200_000 {
             assert_eq!(streams.begin(header).expect("within the window"), None);

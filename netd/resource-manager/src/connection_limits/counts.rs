@@ -358,7 +358,8 @@ mod tests {
     #[test]
     fn one_public_net_takes_few_of_the_reserved_places() {
         let (mut counts, _) = full_of_strangers();
-        let of_net = |n: &usize| counts.admit(id(1000 + n), net(9, 1), PeerStanding::Session).is_ok();
+        let of_net =
+            |n: &usize| counts.admit(id(1000 + n), net(9, 1), PeerStanding::Session).is_ok();
         assert_eq!((0..1000).take_while(of_net).count(), MAX_RESERVED_PER_NET);
         counts.admit(id(3000), net(9, 2), PeerStanding::Session).expect("another net");
     }

@@ -14,7 +14,7 @@
 //! is out of balance is brought well beyond the point at which moves begin.
 
 use super::{
-    Decision, EPSILON, MoveReason, StayReason, MovableSwarm, best_start_without, block_throughput,
+    Decision, EPSILON, MovableSwarm, MoveReason, StayReason, best_start_without, block_throughput,
     lexicographic, should_choose_other_blocks,
 };
 use rand::Rng;

@@ -147,7 +147,8 @@ fn a_measurement_is_kept_and_taken_until_another_is_asked_for() {
         let file = RateFile::new(folder.path());
         let first = start(Vec::new(), vec![protocol()]).await;
         let second = start(vec![addr(&first).await], vec![protocol()]).await;
-        let mut settings = MeasurementSettings { file: Some(file.clone()), service: None, take_kept: true };
+        let mut settings =
+            MeasurementSettings { file: Some(file.clone()), service: None, take_kept: true };
         let lock = file.lock().unwrap();
         let dht = dht(&second);
         assert_eq!(once(&settings, &second.p2p, &dht).await, MeasurementOutcome::Busy);
@@ -183,10 +184,11 @@ fn a_service_is_asked_only_when_named_and_peers_when_it_fails() {
             service: Some((format!("{}{down}", service.url), format!("{}{up}", service.url))),
             take_kept: true,
         };
-        let source = async |settings: MeasurementSettings| match once(&settings, &second.p2p, &dht).await {
-            MeasurementOutcome::Rate(rate) => Some(rate.source),
-            _ => None,
-        };
+        let source =
+            async |settings: MeasurementSettings| match once(&settings, &second.p2p, &dht).await {
+                MeasurementOutcome::Rate(rate) => Some(rate.source),
+                _ => None,
+            };
         assert_eq!(source(at("/down", "/up")).await, Some(RateSource::Url));
         let asked: Vec<(String, usize)> = service.requests();
         assert_eq!(asked[0].0, "GET /down");

@@ -1,6 +1,6 @@
 //! The caller's messages of a session.
 
-use p2p::{InboundError, InboundReader, PeerId, MemoryPurpose};
+use p2p::{InboundError, InboundReader, MemoryPurpose, PeerId};
 use tokio::time::Instant;
 
 use super::SessionEnd;

@@ -8,7 +8,7 @@ use swarm::wire::step_times::StepTimes;
 use tracing::debug;
 
 use super::copies::is_same;
-use super::{StepAnswer, Open};
+use super::{Open, StepAnswer};
 use crate::rpc::compute::Arguments;
 use crate::rpc::request::StepMessage;
 use crate::rpc::{Failure, Service};

@@ -8,7 +8,7 @@ use p2p::{Net, PeerId};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::sessions::giving_way::{KvClaim, Holding, choose};
+use crate::sessions::giving_way::{Holding, KvClaim, choose};
 
 /// All leases, by number.
 #[derive(Debug, Default)]
@@ -67,7 +67,8 @@ impl Holders {
         net_of: impl Fn(&PeerId) -> Net,
         now: Instant,
     ) -> bool {
-        let is_told = |holder: &KvHolder| holder.silent.as_ref().is_some_and(|silent| silent.is_told);
+        let is_told =
+            |holder: &KvHolder| holder.silent.as_ref().is_some_and(|silent| silent.is_told);
         let (told, others): (Vec<_>, Vec<_>) = self.holders.values_mut().partition(|h| is_told(h));
         let coming: u64 = told.iter().map(|holder| holder.held).sum();
         if coming >= claim.missing {

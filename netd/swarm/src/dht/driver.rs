@@ -11,7 +11,8 @@
 
 use super::id::DhtId;
 use super::node::{
-    DhtAction, CallId, DhtEvent, InboundId, JoinError, Node, NodeConfig, OperationId, DhtRequest, Response,
+    CallId, DhtAction, DhtEvent, DhtRequest, InboundId, JoinError, Node, NodeConfig, OperationId,
+    Response,
 };
 use super::routing::Contact;
 use super::storage::{Item, StorageLimits, StoredValue};

@@ -16,7 +16,7 @@
 
 use super::answer;
 use super::id::DhtId;
-use super::lookup::{LookupAnswer, FindCall, KeyResult, Lookup, REPLICAS, Wanted};
+use super::lookup::{FindCall, KeyResult, Lookup, LookupAnswer, REPLICAS, Wanted};
 use super::routing::{BUCKET_SIZE, Contact, RoutingTable, Seen};
 use super::storage::{Dictionary, Item, Owner, Storage, StorageLimits, StoredValue, Timed};
 use crate::wire::messages::{
@@ -309,9 +309,13 @@ impl Node {
                 let response = Ok(self.pong(node_id == Some(claimed), now));
                 self.actions.push(DhtAction::Reply { id, response });
             }
-            LookupPurpose::Join(id) => self.on_join_answer(id, peer, pending.sent_at, response, now),
+            LookupPurpose::Join(id) => {
+                self.on_join_answer(id, peer, pending.sent_at, response, now)
+            }
             LookupPurpose::Find(id, call) => self.on_find_answer(id, peer, &call, response, now),
-            LookupPurpose::Store(id, items) => self.on_store_answer(id, peer, &items, response, now),
+            LookupPurpose::Store(id, items) => {
+                self.on_store_answer(id, peer, &items, response, now)
+            }
             LookupPurpose::Contest(refusal) => self.on_contest_answer(peer, refusal, response, now),
             LookupPurpose::Renewal(id, index) => self.on_renewal_answer(id, index, response, now),
             LookupPurpose::Verify { claimed } => self.verified(peer, node_id == Some(claimed), now),
@@ -417,7 +421,12 @@ impl Node {
             let keys =
                 lookup.keys(&call).iter().map(|key| Bytes::copy_from_slice(&key.0)).collect();
             let request = FindRequest { auth: None, keys, peer: Some(self.node_info()) };
-            self.call(call.contact.peer_id, DhtRequest::Find(request), LookupPurpose::Find(id, call), now);
+            self.call(
+                call.contact.peer_id,
+                DhtRequest::Find(request),
+                LookupPurpose::Find(id, call),
+                now,
+            );
         }
         let idle = matches!(self.operations.get(&id), Some(DhtOperation::Looking { lookup, .. }) if lookup.is_idle());
         if idle && let Some(DhtOperation::Looking { lookup, goal }) = self.operations.remove(&id) {
@@ -488,7 +497,12 @@ impl Node {
             result.nearest.iter().find(|contact| Some(contact.node_id) != result.source)
         {
             for request in self.store_requests(vec![(0, result.key, item.clone())], true) {
-                self.call(nearest.peer_id, DhtRequest::Store(request.0), LookupPurpose::Background, now);
+                self.call(
+                    nearest.peer_id,
+                    DhtRequest::Store(request.0),
+                    LookupPurpose::Background,
+                    now,
+                );
             }
         }
         self.cache.store_for(&Owner::copies(self.config.own.peer_id), result.key, item, now);
@@ -512,7 +526,9 @@ fn parse_result(result: FindResult) -> LookupAnswer {
         ResultType::FoundRegular => {
             result.expiration_time.is_finite().then(|| StoredValue::Regular(timed()))
         }
-        ResultType::FoundDictionary => Dictionary::decode(&result.value).map(StoredValue::Dictionary),
+        ResultType::FoundDictionary => {
+            Dictionary::decode(&result.value).map(StoredValue::Dictionary)
+        }
     };
     let pairs = result.nearest_node_ids.iter().zip(&result.nearest_peer_ids).take(BUCKET_SIZE);
     let contact = |(node_id, peer_id): (&Bytes, &Bytes)| {

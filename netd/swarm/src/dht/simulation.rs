@@ -3,7 +3,7 @@
 
 use super::id::DhtId;
 use super::node::{
-    DhtAction, CallId, DhtEvent, InboundId, JoinError, Node, NodeConfig, OperationId, DhtRequest,
+    CallId, DhtAction, DhtEvent, DhtRequest, InboundId, JoinError, Node, NodeConfig, OperationId,
 };
 use super::routing::Contact;
 use super::storage::{Item, StorageLimits, StoredValue, Timed};
@@ -224,7 +224,11 @@ impl SimulatedSwarm {
                 let delay = self.latency_us();
                 let net = self.nets.get(&node).copied().unwrap_or(Net::Unknown);
                 self.received[callee] += 1;
-                self.push(delay, callee, DhtEvent::Inbound { id: InboundId(id), from, net, request });
+                self.push(
+                    delay,
+                    callee,
+                    DhtEvent::Inbound { id: InboundId(id), from, net, request },
+                );
             }
             DhtAction::Reply { id, response } => {
                 let Some((caller, call)) = self.inbound.remove(&id.0) else {
@@ -238,7 +242,9 @@ impl SimulatedSwarm {
             DhtAction::Joined { id, result } => {
                 drop(self.results.insert(id.0, SearchOutcome::Joined(result)))
             }
-            DhtAction::Found { id, found } => drop(self.results.insert(id.0, SearchOutcome::Found(found))),
+            DhtAction::Found { id, found } => {
+                drop(self.results.insert(id.0, SearchOutcome::Found(found)))
+            }
             DhtAction::Stored { id, accepted } => {
                 drop(self.results.insert(id.0, SearchOutcome::Stored(accepted)))
             }

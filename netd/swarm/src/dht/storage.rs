@@ -318,7 +318,9 @@ impl Storage {
             (_, tag) => {
                 let new = match tag {
                     None => StoredValue::Regular(timed),
-                    Some(tag) => StoredValue::Dictionary(Dictionary::single(tag, timed, first_hand)),
+                    Some(tag) => {
+                        StoredValue::Dictionary(Dictionary::single(tag, timed, first_hand))
+                    }
                 };
                 match self.items.insert(key, new) {
                     Some(StoredValue::Regular(_)) => self.ledger.release(&key, &Bytes::new()),

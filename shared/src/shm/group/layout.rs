@@ -44,7 +44,7 @@ use serde::{Deserialize, Serialize};
 use crate::control::GroupInit;
 use crate::ids::{Generation, GroupId, Rank, WorkerId, WorldSize};
 use crate::shm::layout::WordLine;
-use crate::shm::sync::{AtomicU64, UseClaim, Ordering};
+use crate::shm::sync::{AtomicU64, Ordering, UseClaim};
 
 /// First word of a group's segment: `SEPALGRP`, big-endian.
 #[cfg(not(loom))]

@@ -60,7 +60,8 @@ fn on_all_ranks<Out: Send>(
     thread::scope(|scope| {
         let ranks: Vec<_> = (0..shape.world_size.0)
             .map(|rank| {
-                let mut member = GroupMember::new(&open(&group, shape, rank), policy(spin)).unwrap();
+                let mut member =
+                    GroupMember::new(&open(&group, shape, rank), policy(spin)).unwrap();
                 let work = &work;
                 scope.spawn(move || work(rank.into(), &mut member))
             })

@@ -195,7 +195,8 @@ fn the_last_worker_that_is_held_ends_the_run() {
 
 fn beat(rig: &mut Rig, progress: u64, limit: Option<Duration>) -> Vec<ChildId> {
     let generation = rig.generation(worker(0));
-    rig.on(TreeEvent::Beat(worker(0), generation, Beat { progress, limit, waits_for: None })).killed()
+    rig.on(TreeEvent::Beat(worker(0), generation, Beat { progress, limit, waits_for: None }))
+        .killed()
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What planning for other ranks costs, and what it costs a worker that has none.
 
 use super::*;
-use crate::schedule::{JobKey, UnitMember, Unit};
+use crate::schedule::{JobKey, Unit, UnitMember};
 
 const STEPS: usize = 2000;
 

@@ -8,7 +8,7 @@ use shared::shm::group::PlanPosition;
 
 use super::*;
 use crate::executor::record;
-use crate::schedule::{JobKey, UnitMember, Unit};
+use crate::schedule::{JobKey, Unit, UnitMember};
 
 /// A rank 0 by hand, and the follower that it has.
 struct Leader<'a> {

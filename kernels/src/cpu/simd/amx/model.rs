@@ -3,7 +3,7 @@
 //! What a processor would refuse with an exception is a panic here. Only the payload of a NaN is left
 //! open, as the manual leaves it.
 
-use super::{TileConfig, REGISTERS, ROWS, Shape, Tiles};
+use super::{REGISTERS, ROWS, Shape, TileConfig, Tiles};
 
 /// Elements of a row: pairs of bfloat16, or f32.
 const ELEMENTS: usize = 16;

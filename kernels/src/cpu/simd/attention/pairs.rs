@@ -19,7 +19,7 @@ use std::arch::x86_64::*;
 
 use super::shapes::{Forward, Outputs, QueryTile, softmax};
 use crate::cpu::simd::bf16::dot_pairs;
-use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
+use crate::cpu::simd::line::{CacheLine, LINE, ZEROS, resize};
 use crate::kv::PAGE_TOKENS;
 use crate::ops::Alibi;
 use crate::ops::convert::{bf16_bits, round};
@@ -234,7 +234,12 @@ pub(super) fn dots<const R: usize>(
 
 /// Scores to weights, rounded; `store` is given each query and the logarithm of its sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-fn softmax_rows(args: &Forward<'_>, view: TileView, local: &mut PairScratch, store: impl Fn(usize, f32)) {
+fn softmax_rows(
+    args: &Forward<'_>,
+    view: TileView,
+    local: &mut PairScratch,
+    store: impl Fn(usize, f32),
+) {
     let begin = view.pages.0 * PAGE_TOKENS;
     for query in 0..view.queries {
         let own = query * view.stride..(query + 1) * view.stride;

@@ -80,7 +80,12 @@ struct BlockView<'a> {
 /// The machine has AVX-512 F, BW, DQ, VL and BF16; pages are bfloat16 and `super::pairs::takes`
 /// their heads.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-pub(super) unsafe fn attend(args: &Backward<'_>, number: usize, head: usize, local: &mut PairGradScratch) {
+pub(super) unsafe fn attend(
+    args: &Backward<'_>,
+    number: usize,
+    head: usize,
+    local: &mut PairGradScratch,
+) {
     let row = &args.rows[number];
     let end = row.prefix + row.tokens;
     let blocks = row.prefix / PAGE_TOKENS..end.div_ceil(PAGE_TOKENS);

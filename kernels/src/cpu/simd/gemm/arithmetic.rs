@@ -17,7 +17,7 @@ use std::ops::Range;
 use shared::dtype::DType;
 
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, CacheLine, prefetch};
+use crate::cpu::simd::line::{CacheLine, LINE, prefetch};
 use crate::tuning::{self, Split};
 
 /// Vectors, steps and block sizes of one kind of product.
@@ -86,7 +86,12 @@ pub(in crate::cpu::simd) trait Arithmetic:
 
     /// Rounds the rows of `x` `[rows, inputs]` to `dtype` and packs them as a panel in the order of
     /// the source.
-    unsafe fn pack<S: MatrixSource<Self>>(dtype: DType, x: &[f32], inputs: usize, panel: &mut [CacheLine]);
+    unsafe fn pack<S: MatrixSource<Self>>(
+        dtype: DType,
+        x: &[f32],
+        inputs: usize,
+        panel: &mut [CacheLine],
+    );
 
     /// Loads a vector; the bytes at `p` exist.
     unsafe fn load(p: *const u8) -> Self::Vector;
@@ -134,12 +139,12 @@ pub(in crate::cpu::simd) trait Arithmetic:
 macro_rules! compiled_for {
     ($($features:literal)?) => {
         $(#[target_feature(enable = $features)])?
-        unsafe fn tile<S: Source<Self>, const O: usize, const R: usize>(
+        unsafe fn tile<S: MatrixSource<Self>, const O: usize, const R: usize>(
             source: S,
             output: usize,
             panel: Panel<'_>,
             range: Range<usize>,
-            ahead: Ahead,
+            ahead: TilePrefetch,
             sums: &mut [Self::Accumulator],
         ) {
             // SAFETY: as the caller says.
@@ -147,11 +152,11 @@ macro_rules! compiled_for {
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn decode<S: Source<Self>>(
+        unsafe fn decode<S: MatrixSource<Self>>(
             source: S,
             output: usize,
             range: Range<usize>,
-            to: &mut [Line],
+            to: &mut [CacheLine],
         ) {
             // SAFETY: as the caller says.
             unsafe { source.decode(output, range, to) };
@@ -165,7 +170,9 @@ pub(super) use compiled_for;
 /// # Safety
 /// Every unsafe method asks that the machine has the instruction set of the arithmetic, and that
 /// the weights that it names exist.
-pub(in crate::cpu::simd) trait MatrixSource<A: Arithmetic>: Copy + Sync {
+pub(in crate::cpu::simd) trait MatrixSource<A: Arithmetic>:
+    Copy + Sync
+{
     /// For each position of 64 packed inputs, the input that lies there.
     const ORDER: [u8; 64];
     /// Number of tiles of a strip from which on its weights are decoded once for all; below, every

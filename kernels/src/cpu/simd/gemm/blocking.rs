@@ -18,9 +18,9 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{TilePrefetch, Arithmetic, Decoded, Panel, MatrixSource, row_lines};
+use super::arithmetic::{Arithmetic, Decoded, MatrixSource, Panel, TilePrefetch, row_lines};
 use crate::cpu::pool::{Disjoint, ThreadPool};
-use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
+use crate::cpu::simd::line::{CacheLine, LINE, ZEROS, resize};
 use crate::tuning;
 
 /// Outputs of a strip for several rows, and for one row.

@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{self, TilePrefetch, Arithmetic, IN_ORDER, Panel, MatrixSource};
+use super::arithmetic::{self, Arithmetic, IN_ORDER, MatrixSource, Panel, TilePrefetch};
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, CacheLine, floats};
+use crate::cpu::simd::line::{CacheLine, LINE, floats};
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::simd::neon::Neon;
 use crate::cpu::simd::vector::{Lanes, Plain, Vector};
@@ -93,11 +93,11 @@ macro_rules! float {
             }
 
             $(#[target_feature(enable = $features)])?
-            unsafe fn pack<S: Source<Self>>(
+            unsafe fn pack<S: MatrixSource<Self>>(
                 dtype: DType,
                 x: &[f32],
                 inputs: usize,
-                panel: &mut [Line],
+                panel: &mut [CacheLine],
             ) {
                 let order = const { other_order(S::ORDER) };
                 pack::<$vector>(order, dtype, x, inputs, panel);

@@ -43,7 +43,7 @@ pub(super) use arithmetic::MatrixSource;
 use blocking::{Operand, Unpacked, multiply};
 #[cfg(target_arch = "aarch64")]
 use float::NeonGroups;
-use float::{Bf16, F16, F32, Float, StoredNumbers, DecodedMatrix};
+use float::{Bf16, DecodedMatrix, F16, F32, Float, StoredNumbers};
 #[cfg(target_arch = "x86_64")]
 use float::{Groups, WideGroups};
 #[cfg(target_arch = "aarch64")]
@@ -153,7 +153,8 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                     int8_parts(weight).map(|parts| sources::Int8 { parts, inputs })
                 });
             }
-            let source = |weight| int8_parts(weight).map(|parts| StoredNumbers::int8(parts, inputs));
+            let source =
+                |weight| int8_parts(weight).map(|parts| StoredNumbers::int8(parts, inputs));
             match self.isa.vectors() {
                 #[cfg(target_arch = "x86_64")]
                 Vectors::Avx512 => return self.multiply::<Float<__m512>, _>(source),
@@ -184,12 +185,18 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     fn any_nf4(&mut self) {
         match self.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            Vectors::Avx512 => self.multiply::<Float<__m512>, _>(|weight| Some(DecodedMatrix(weight))),
+            Vectors::Avx512 => {
+                self.multiply::<Float<__m512>, _>(|weight| Some(DecodedMatrix(weight)))
+            }
             #[cfg(target_arch = "x86_64")]
-            Vectors::Avx2 => self.multiply::<Float<__m256>, _>(|weight| Some(DecodedMatrix(weight))),
+            Vectors::Avx2 => {
+                self.multiply::<Float<__m256>, _>(|weight| Some(DecodedMatrix(weight)))
+            }
             #[cfg(target_arch = "aarch64")]
             Vectors::Neon => self.multiply::<Float<Neon>, _>(|weight| Some(DecodedMatrix(weight))),
-            Vectors::Plain => self.multiply::<Float<Plain>, _>(|weight| Some(DecodedMatrix(weight))),
+            Vectors::Plain => {
+                self.multiply::<Float<Plain>, _>(|weight| Some(DecodedMatrix(weight)))
+            }
         }
     }
 
@@ -281,13 +288,15 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     {
         let inputs = self.inputs;
         match self.dtype {
-            DType::F32 => self
-                .multiply::<Float<V>, _>(|weight| Some(StoredNumbers::<F32>::new(weight.bytes(), inputs))),
+            DType::F32 => self.multiply::<Float<V>, _>(|weight| {
+                Some(StoredNumbers::<F32>::new(weight.bytes(), inputs))
+            }),
             DType::Bf16 => self.multiply::<Float<V>, _>(|weight| {
                 Some(StoredNumbers::<Bf16>::new(weight.bytes(), inputs))
             }),
-            DType::F16 => self
-                .multiply::<Float<V>, _>(|weight| Some(StoredNumbers::<F16>::new(weight.bytes(), inputs))),
+            DType::F16 => self.multiply::<Float<V>, _>(|weight| {
+                Some(StoredNumbers::<F16>::new(weight.bytes(), inputs))
+            }),
         }
     }
 

@@ -10,11 +10,11 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{self, Ahead, Arithmetic, IN_ORDER, Panel, Source};
+use super::arithmetic::{self, Arithmetic, IN_ORDER, MatrixSource, Panel, TilePrefetch};
 use super::float::{Float, NeonGroups};
 use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::line::{LINE, Line};
+use crate::cpu::simd::line::{CacheLine, LINE};
 use crate::cpu::simd::neon::{Neon, total4};
 use crate::cpu::simd::vector::{Lanes, Vector};
 use crate::ops::convert::bf16_bits;
@@ -62,7 +62,12 @@ impl Arithmetic for BfDot {
         [Self::ZERO; ACCUMULATORS * tuning::PACKED_TILES]
     }
 
-    unsafe fn pack<S: Source<Self>>(_dtype: DType, x: &[f32], inputs: usize, panel: &mut [Line]) {
+    unsafe fn pack<S: MatrixSource<Self>>(
+        _dtype: DType,
+        x: &[f32],
+        inputs: usize,
+        panel: &mut [CacheLine],
+    ) {
         let rows = x.len() / inputs;
         let steps = panel.chunks_exact_mut(STEP_BYTES / LINE * rows);
         for (lines, start) in steps.zip((0..inputs).step_by(STEP)) {
@@ -152,7 +157,7 @@ impl BfDot {
     const NONE: uint16x8_t = unsafe { std::mem::transmute::<[u16; 8], uint16x8_t>([0; 8]) };
 }
 
-impl Source<BfDot> for Bf16<'_> {
+impl MatrixSource<BfDot> for Bf16<'_> {
     const ORDER: [u8; STEP] = IN_ORDER;
     const SHARED_FROM: usize = usize::MAX;
 
@@ -182,7 +187,7 @@ impl Source<BfDot> for Bf16<'_> {
     }
 }
 
-impl Source<BfDot> for Int8<'_> {
+impl MatrixSource<BfDot> for Int8<'_> {
     const ORDER: [u8; STEP] = IN_ORDER;
     const SHARED_FROM: usize = 2;
 
@@ -296,7 +301,7 @@ impl Nf4<'_> {
     }
 }
 
-impl Source<BfDot> for Nf4<'_> {
+impl MatrixSource<BfDot> for Nf4<'_> {
     const ORDER: [u8; STEP] = NIBBLES;
     const SHARED_FROM: usize = 2;
 
@@ -323,7 +328,7 @@ impl Source<BfDot> for Nf4<'_> {
     }
 }
 
-impl Source<NeonGroups> for Nf4<'_> {
+impl MatrixSource<NeonGroups> for Nf4<'_> {
     const ORDER: [u8; STEP] = NIBBLES;
     const SHARED_FROM: usize = usize::MAX;
 
@@ -350,7 +355,7 @@ impl Source<NeonGroups> for Nf4<'_> {
     }
 }
 
-impl Source<Float<Neon>> for Nf4<'_> {
+impl MatrixSource<Float<Neon>> for Nf4<'_> {
     const ORDER: [u8; STEP] = NIBBLES;
     const SHARED_FROM: usize = 1;
 
@@ -368,7 +373,7 @@ impl Source<Float<Neon>> for Nf4<'_> {
 
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+    unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [CacheLine]) {
         // A step of sixteen f32 is a line, a group is four.
         for (start, lines) in range.step_by(nf4::GROUP).zip(to.as_chunks_mut::<4>().0) {
             // SAFETY: the group exists, as its weights do.

@@ -46,7 +46,7 @@ pub(super) struct WideNf4<'a> {
 /// groups too: `$decode` gives the vectors of one.
 macro_rules! by_groups {
     ($source:ident, $groups:ty, [$vector:ty; $count:literal], order $order:expr, $features:literal, $decode:ident) => {
-        impl Source<$groups> for $source<'_> {
+        impl MatrixSource<$groups> for $source<'_> {
             const ORDER: [u8; 64] = $order;
             const SHARED_FROM: usize = usize::MAX;
 
@@ -78,7 +78,7 @@ macro_rules! by_groups {
             }
         }
 
-        impl Source<Float<$vector>> for $source<'_> {
+        impl MatrixSource<Float<$vector>> for $source<'_> {
             const ORDER: [u8; 64] = $order;
             const SHARED_FROM: usize = 1;
 
@@ -95,7 +95,7 @@ macro_rules! by_groups {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [Line]) {
+            unsafe fn decode(self, output: usize, range: Range<usize>, to: &mut [CacheLine]) {
                 let groups = floats(to).chunks_exact_mut(nf4::GROUP);
                 for (start, to) in range.step_by(nf4::GROUP).zip(groups) {
                     // SAFETY: the group exists, as its weights do.
@@ -109,7 +109,7 @@ macro_rules! by_groups {
             }
 
             fn row(self, output: usize) -> *const u8 {
-                Source::<$groups>::row(self, output)
+                MatrixSource::<$groups>::row(self, output)
             }
 
             fn scale(self, _output: usize) -> f32 {

@@ -10,11 +10,11 @@ use std::ops::Range;
 
 use shared::dtype::DType;
 
-use super::arithmetic::{self, TilePrefetch, Arithmetic, IN_ORDER, Panel, MatrixSource};
+use super::arithmetic::{self, Arithmetic, IN_ORDER, MatrixSource, Panel, TilePrefetch};
 use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::bf16::{dot_pairs, round32};
-use crate::cpu::simd::line::{LINE, CacheLine};
+use crate::cpu::simd::line::{CacheLine, LINE};
 use crate::cpu::simd::vector::totals512;
 use crate::quant::nf4;
 use crate::tuning;
@@ -57,7 +57,12 @@ impl Arithmetic for Pairs {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn pack<S: MatrixSource<Self>>(_dtype: DType, x: &[f32], inputs: usize, panel: &mut [CacheLine]) {
+    unsafe fn pack<S: MatrixSource<Self>>(
+        _dtype: DType,
+        x: &[f32],
+        inputs: usize,
+        panel: &mut [CacheLine],
+    ) {
         let positions: [[u16; STEP / 2]; 2] =
             const { [halved_order(S::ORDER, 0), halved_order(S::ORDER, STEP / 2)] };
         // SAFETY: 64 bytes each.

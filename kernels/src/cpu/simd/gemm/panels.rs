@@ -24,8 +24,10 @@ use shared::dtype::DType;
 use super::arithmetic::{Arithmetic, IN_ORDER, MatrixSource};
 use super::blocking::{Operand, Unpacked};
 use crate::cpu::pool::{Disjoint, ThreadPool};
-use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, floats, resize};
-use crate::cpu::simd::outer::{OuterPrefetch, Classes, MOST_LANES, Outer, InputRows, Sums, WIDTH, tile_of};
+use crate::cpu::simd::line::{CacheLine, LINE, ZEROS, floats, resize};
+use crate::cpu::simd::outer::{
+    Classes, InputRows, MOST_LANES, Outer, OuterPrefetch, Sums, WIDTH, tile_of,
+};
 use crate::tuning;
 
 /// Inputs that are decoded at a time, before they are sorted.

@@ -29,8 +29,10 @@ use super::pairs::{Pairs, STEP};
 use super::sources::{Bf16, Int8, Nf4};
 use crate::cpu::pool::{Disjoint, ThreadPool};
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::amx::{TileConfig, Hardware, Model, ROW_BYTES, ROWS, TileSession, Shape, Tiles};
-use crate::cpu::simd::line::{LINE, CacheLine, floats, resize};
+use crate::cpu::simd::amx::{
+    Hardware, Model, ROW_BYTES, ROWS, Shape, TileConfig, TileSession, Tiles,
+};
+use crate::cpu::simd::line::{CacheLine, LINE, floats, resize};
 use crate::cpu::simd::outer::transpose512;
 use crate::tuning;
 
@@ -246,7 +248,12 @@ struct BlockPrefetch {
 
 impl<S: InPlace> TiledProduct<'_, S> {
     /// Computes some outputs of all rows.
-    fn piece<T: Tiles>(&self, session: &mut TileSession<T>, outputs: Range<usize>, local: &mut TiledScratch) {
+    fn piece<T: Tiles>(
+        &self,
+        session: &mut TileSession<T>,
+        outputs: Range<usize>,
+        local: &mut TiledScratch,
+    ) {
         let (inputs, tiles) = (self.shared.inputs, self.shared.rows.div_ceil(ROWS));
         let most = tuning::tiled_rows(inputs) / ROWS;
         for first in (0..tiles).step_by(most) {
@@ -265,7 +272,12 @@ impl<S: InPlace> TiledProduct<'_, S> {
     }
 
     /// Computes a strip of outputs of a group of rows.
-    fn strip<T: Tiles>(&self, session: &mut TileSession<T>, strip: &Strip, local: &mut TiledScratch) {
+    fn strip<T: Tiles>(
+        &self,
+        session: &mut TileSession<T>,
+        strip: &Strip,
+        local: &mut TiledScratch,
+    ) {
         let Strip { outputs, tiles, in_place } = strip;
         let (inputs, source) = (self.shared.inputs, self.operand.source);
         let blocks = tiles.len().div_ceil(2);
@@ -301,7 +313,10 @@ impl<S: InPlace> TiledProduct<'_, S> {
                         _ => Start::Stored,
                     },
                     is_stored: blocks > 1 || range.end == inputs,
-                    ahead: BlockPrefetch { start: source.row(outputs.end).wrapping_add(done), step_bytes },
+                    ahead: BlockPrefetch {
+                        start: source.row(outputs.end).wrapping_add(done),
+                        step_bytes,
+                    },
                 };
                 // SAFETY: the caller of `multiply` has the instructions; the memory of weights, inputs
                 // and sums is that of the block.

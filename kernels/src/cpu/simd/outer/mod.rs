@@ -135,7 +135,7 @@ macro_rules! outer {
                 a: *const f32,
                 b: *const f32,
                 sums: Sums,
-                ahead: Ahead,
+                ahead: OuterPrefetch,
             ) {
                 // SAFETY: as the caller says.
                 unsafe { tile::<Self, R>(steps, a, b, sums, ahead) };
@@ -160,7 +160,7 @@ macro_rules! outer {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn pack(rows: Rows<'_>, tile: Range<usize>, to: &Disjoint<'_, f32>) {
+            unsafe fn pack(rows: InputRows<'_>, tile: Range<usize>, to: &Disjoint<'_, f32>) {
                 // SAFETY: as the caller says.
                 unsafe { pack(rows, tile, to, |rows, x, items| $items(rows, x, items)) };
             }

@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{MOST_LANES, InputRows, transpose512};
+use super::{InputRows, MOST_LANES, transpose512};
 use crate::cpu::simd::bf16::{dot_pairs, round32};
 use crate::cpu::simd::vector::Lanes;
 

@@ -48,7 +48,13 @@ impl<S: MatrixSource<Pairs>> TransposedProduct<'_, S> {
 
     /// What tile `tile` of `tiles` asks for while it is at `step`: its share of the 64 columns
     /// [`STEPS_AHEAD`] steps later, in this chunk or the next.
-    pub(super) fn ahead(&self, walk: &Walk, step: usize, tile: usize, tiles: usize) -> ColumnPrefetch {
+    pub(super) fn ahead(
+        &self,
+        walk: &Walk,
+        step: usize,
+        tile: usize,
+        tiles: usize,
+    ) -> ColumnPrefetch {
         let row_bytes = self.source.row(1).addr() - self.source.row(0).addr();
         let start = |step: usize| step * row_bytes / self.inputs.div_ceil(STEP);
         let (rows, step) = match step + STEPS_AHEAD {

@@ -17,7 +17,7 @@ use super::chunk::{ColumnPrefetch, Interleaved, TransposedProduct, in_order};
 use crate::cpu::simd::bf16::dot_pairs;
 use crate::cpu::simd::gemm::MatrixSource;
 use crate::cpu::simd::gemm::pairs::{Pairs, STEP};
-use crate::cpu::simd::line::{LINE, CacheLine, resize};
+use crate::cpu::simd::line::{CacheLine, LINE, resize};
 
 /// Most rows of gradients of a tile: with four vectors of columns each they fit 32 registers.
 const TILE_ROWS: usize = 6;

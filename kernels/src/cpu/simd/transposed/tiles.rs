@@ -19,10 +19,10 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::chunk::{Interleaved, TransposedProduct, Walk, in_order};
-use crate::cpu::simd::amx::{TileConfig, ROW_BYTES, ROWS, TileSession, Shape, Tiles};
+use crate::cpu::simd::amx::{ROW_BYTES, ROWS, Shape, TileConfig, TileSession, Tiles};
 use crate::cpu::simd::gemm::MatrixSource;
 use crate::cpu::simd::gemm::pairs::{Pairs, STEP};
-use crate::cpu::simd::line::{LINE, CacheLine, ZEROS, resize};
+use crate::cpu::simd::line::{CacheLine, LINE, ZEROS, resize};
 use crate::tuning::TILED_GRADIENT_ROWS;
 
 /// Lines of the four vectors of a pair.

@@ -6,8 +6,8 @@
 use super::super::id::DhtId;
 use super::super::storage::{Item, StoredValue, Timed, tag_of};
 use super::{
-    Bytes, FindRequest, Node, DhtOperation, OperationId, PeerId, LookupPurpose, DhtRequest, Response,
-    parse_result,
+    Bytes, DhtOperation, DhtRequest, FindRequest, LookupPurpose, Node, OperationId, PeerId,
+    Response, parse_result,
 };
 
 /// Seconds ahead to which a renewal goes at most. Beyond that, a forged record stays until it ends.

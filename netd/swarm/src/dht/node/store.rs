@@ -8,8 +8,8 @@ use super::super::lookup::KeyResult;
 use super::super::routing::Contact;
 use super::super::storage::{Item, tag_of};
 use super::{
-    DhtAction, BTreeMap, Bytes, Node, DhtOperation, OperationId, PeerId, LookupPurpose, REPLICAS, RecordRefusal,
-    DhtRequest, Response,
+    BTreeMap, Bytes, DhtAction, DhtOperation, DhtRequest, LookupPurpose, Node, OperationId, PeerId,
+    REPLICAS, RecordRefusal, Response,
 };
 use crate::wire::messages::StoreRequest;
 use std::collections::VecDeque;
@@ -125,7 +125,12 @@ impl Node {
                     if let Some(DhtOperation::Storing(rounds)) = self.operations.get_mut(&id) {
                         rounds.calls += 1;
                     }
-                    self.call(peer, DhtRequest::Store(request), LookupPurpose::Store(id, indexes), now);
+                    self.call(
+                        peer,
+                        DhtRequest::Store(request),
+                        LookupPurpose::Store(id, indexes),
+                        now,
+                    );
                 }
             }
         }

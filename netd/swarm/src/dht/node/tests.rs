@@ -141,8 +141,11 @@ fn validated_ping_is_answered_after_a_call_back_only() {
 #[test]
 fn client_calls_leave_no_trace() {
     let (mut node, caller) = (node(), contact(1));
-    let request =
-        DhtRequest::Ping(PingRequest { auth: None, peer: Some(NodeInfo::default()), validate: true });
+    let request = DhtRequest::Ping(PingRequest {
+        auth: None,
+        peer: Some(NodeInfo::default()),
+        validate: true,
+    });
     let actions = node.on(
         DhtEvent::Inbound { id: InboundId(1), from: caller.peer_id, net: Net::Unknown, request },
         NOW,
@@ -187,7 +190,8 @@ fn new_neighbour_receives_what_it_should_keep() {
         node.on(DhtEvent::Store { id: OperationId(1), items: (0..10).map(item).collect() }, NOW);
     assert!(matches!(&actions[..], [DhtAction::Stored { accepted, .. }] if *accepted == [1; 10]));
     let actions = node.on(ping(&newcomer, false), NOW);
-    let [DhtAction::Reply { .. }, DhtAction::Call { call, request: DhtRequest::Ping(_), .. }] = &actions[..]
+    let [DhtAction::Reply { .. }, DhtAction::Call { call, request: DhtRequest::Ping(_), .. }] =
+        &actions[..]
     else {
         panic!("it is called back first: {actions:?}")
     };
@@ -205,8 +209,12 @@ fn new_neighbour_receives_what_it_should_keep() {
 fn misaligned_and_malformed_requests_are_refused() {
     let mut node = node();
     let mut refused = |request| {
-        let event =
-            DhtEvent::Inbound { id: InboundId(1), from: PeerId::random(), net: Net::Unknown, request };
+        let event = DhtEvent::Inbound {
+            id: InboundId(1),
+            from: PeerId::random(),
+            net: Net::Unknown,
+            request,
+        };
         let actions = node.on(event, NOW);
         matches!(&actions[..], [DhtAction::Reply { response: Err(_), .. }])
     };
@@ -228,7 +236,10 @@ fn misaligned_and_malformed_requests_are_refused() {
         keys: vec![Bytes::from_static(b"short")],
         ..FindRequest::default()
     })));
-    assert!(refused(DhtRequest::Find(FindRequest { keys: vec![key; 257], ..FindRequest::default() })));
+    assert!(refused(DhtRequest::Find(FindRequest {
+        keys: vec![key; 257],
+        ..FindRequest::default()
+    })));
 }
 
 #[test]
@@ -249,7 +260,9 @@ fn cache_makes_room_and_is_read_when_it_is_newer() {
         let event = DhtEvent::Inbound { id: InboundId(1), from, net: Net::Unknown, request };
         let actions = node.on(event, NOW);
         match &actions[..] {
-            [DhtAction::Reply { response: Ok(Response::Store(response)), .. }] => response.store_ok[0],
+            [DhtAction::Reply { response: Ok(Response::Store(response)), .. }] => {
+                response.store_ok[0]
+            }
             other => panic!("{other:?}"),
         }
     };
@@ -286,8 +299,9 @@ fn made_up_node_ids_draw_nothing() {
     assert!(matches!(request, DhtRequest::Ping(_)));
     let response = pong(&Contact { peer_id, ..contact(99) }, NOW, false);
     let actions = node.on(DhtEvent::Answered { call, response }, NOW);
-    let stored =
-        |action: &&DhtAction| matches!(action, DhtAction::Call { request: DhtRequest::Store(_), .. });
+    let stored = |action: &&DhtAction| {
+        matches!(action, DhtAction::Call { request: DhtRequest::Store(_), .. })
+    };
     assert_eq!(actions.iter().filter(stored).count(), 0, "another id than it claimed");
 }
 
@@ -394,7 +408,8 @@ fn an_older_record_of_ours_never_replaces_a_newer_one() {
                 node.on(DhtEvent::Answered { call: first, response: stored(false) }, NOW)
             }
             false => {
-                let asked = node.on(DhtEvent::Answered { call: first, response: stored(false) }, NOW);
+                let asked =
+                    node.on(DhtEvent::Answered { call: first, response: stored(false) }, NOW);
                 let (question, _, request) = only_call(asked);
                 assert!(matches!(request, DhtRequest::Find(_)), "{request:?}");
                 node.on(later, NOW);

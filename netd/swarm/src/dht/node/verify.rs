@@ -2,7 +2,7 @@
 //! others into the void. A caller enters the routing table when it has answered a ping at the id that
 //! it claims; the ping goes over the connection that it made.
 
-use super::{Contact, DhtId, Node, PeerId, LookupPurpose};
+use super::{Contact, DhtId, LookupPurpose, Node, PeerId};
 use p2p::Net;
 use std::collections::HashMap;
 

@@ -5,7 +5,7 @@
 
 use super::super::id::DhtId;
 use super::super::storage::Item;
-use super::{Contact, Node, PeerId, LookupPurpose, REPLICAS, DhtRequest};
+use super::{Contact, DhtRequest, LookupPurpose, Node, PeerId, REPLICAS};
 use std::collections::HashMap;
 
 /// Stored keys that are looked through when a new node appears.

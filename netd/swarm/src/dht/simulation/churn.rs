@@ -157,14 +157,20 @@ impl Field {
         let all = self.churn.blocks;
         let blocks = self.rng.random_range(all / 20..=all * 6 / 20);
         let start = self.rng.random_range(0..=all - blocks);
-        self.servers.insert(number, ChurnServer { span: start..start + blocks, is_announced: false });
+        self.servers
+            .insert(number, ChurnServer { span: start..start + blocks, is_announced: false });
         let first = self.rng.random_range(0.0..5.0);
         self.plan(first, Due::Announce(number));
         let share: f64 = self.rng.random_range(f64::MIN_POSITIVE..1.0);
         self.plan(-share.log2() * self.churn.half_life_s, Due::Leave(number));
     }
 
-    fn start(&mut self, node: usize, event: impl FnOnce(OperationId) -> DhtEvent, running: UnderWay) {
+    fn start(
+        &mut self,
+        node: usize,
+        event: impl FnOnce(OperationId) -> DhtEvent,
+        running: UnderWay,
+    ) {
         let id = self.swarm.serial();
         self.running.insert(id, running);
         self.swarm.deliver(node, event(OperationId(id)));

@@ -99,7 +99,10 @@ impl Ledger {
             crowd.add(net, Expiry(expiration), tag.clone());
         }
         self.ends.insert(end);
-        self.entries.entry(key).or_default().insert(tag, LedgerEntry { account, bytes, expiration });
+        self.entries
+            .entry(key)
+            .or_default()
+            .insert(tag, LedgerEntry { account, bytes, expiration });
     }
 
     /// An entry is gone.

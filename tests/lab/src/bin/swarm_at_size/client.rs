@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
 use swarm::health::{Bans, Pings};
-use swarm::routing::{RouteCandidate, Leg, max_throughput, min_latency, without_banned};
+use swarm::routing::{Leg, RouteCandidate, max_throughput, min_latency, without_banned};
 
 use crate::clock;
 use crate::directory::Directory;
