@@ -11,6 +11,7 @@ use supervisor::cache_folder::own_folder;
 
 use super::*;
 
+mod flags;
 mod network;
 mod sources;
 
@@ -443,43 +444,6 @@ fn devices_that_share_blocks_are_a_group() {
 fn flags_of_dht_without_effect_are_noted() {
     let Ok(Command::Dht { notes, .. }) = run("dht --use_ipfs", &[]) else { panic!() };
     assert!(notes[0].starts_with("--use_ipfs has no effect"), "{notes:?}");
-}
-
-#[test]
-fn every_flag_of_petals_is_in_the_list_with_a_test_that_exists() {
-    const RUN_SERVER: &str = "converted_model_name_or_path config public_name token use_auth_token num_blocks block_indices \
-         dht_prefix port public_ip no_auto_relay host_maddrs announce_maddrs daemon_startup_timeout compression num_handlers \
-         prefetch_batches sender_threads inference_max_length min_batch_size max_batch_size max_chunk_size_bytes \
-         attn_cache_tokens cache_dir max_disk_space device torch_dtype max_alloc_timeout revision throughput update_period \
-         expiration request_timeout session_timeout step_timeout initial_peers new_swarm increase_file_limit \
-         stats_report_interval custom_module_path identity_path balance_quality mean_balance_check_period quant_type \
-         tensor_parallel_devices skip_reachability_check adapters";
-    const RUN_DHT: &str = "initial_peers host_maddrs announce_maddrs use_ipfs identity_path no_relay use_auto_relay refresh_period";
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
-    let text = std::fs::read_to_string(root.join("sepal/FLAGS.md")).unwrap();
-    let (server, dht) = text.split_once("## run_dht").unwrap();
-    for (name, flags, items) in [("serve", RUN_SERVER, server), ("dht", RUN_DHT, dht)] {
-        let command = Sepal::command();
-        let command = command.find_subcommand(name).unwrap();
-        for flag in flags.split_whitespace() {
-            let known = command.get_arguments().any(|arg| arg.get_long() == Some(flag));
-            assert!(known, "sepal {name} does not know --{flag}");
-            // The names stand before the default or the effect.
-            let named = |item: &&str| {
-                let names = item.split([':', '(']).next().unwrap_or_default();
-                names.split(['`', ' ', ',']).any(|word| word == format!("--{flag}"))
-            };
-            let items = items.split("\n- `").skip(1);
-            let item = items.map(|item| item.split("\n\n").next().unwrap_or_default()).find(named);
-            let item = item.unwrap_or_else(|| panic!("FLAGS.md has no --{flag} of {name}"));
-            let (_, test) = item.split_once("Test:").unwrap_or_else(|| panic!("no test: {item}"));
-            let test: Vec<&str> = test.split('`').collect();
-            let [_, file, _, function, _] = test[..] else { panic!("{item}") };
-            let text = std::fs::read_to_string(root.join(file))
-                .unwrap_or_else(|error| panic!("{file}: {error}"));
-            assert!(text.contains(&format!("fn {function}(")), "{item}");
-        }
-    }
 }
 
 #[test]
