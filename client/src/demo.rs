@@ -18,9 +18,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use p2p::task;
 use serde::Deserialize;
-use shared::causes::with_causes;
-use shared::escape::escaped;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
+use shared::sanitize_text::escaped;
 use tokio::sync::watch;
 
 use crate::config::{ClientConfig, LocalConfig, SamplingConfig};

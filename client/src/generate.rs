@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use clap::Args;
 use futures::future::BoxFuture;
 use p2p::Multiaddr;
-use shared::causes::with_causes;
-use shared::escape::escaped;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
+use shared::sanitize_text::escaped;
 
 use crate::chain::{Chain, ChainError};
 use crate::config::{ClientConfig, SamplingConfig};

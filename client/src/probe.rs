@@ -7,8 +7,8 @@ use clap::Args;
 use p2p::{Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol};
 use shared::block::Span;
 use shared::bootstrap::die_with_parent;
-use shared::causes::with_causes;
 use shared::dtype::DType;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 
 use crate::session::{ServerSession, SessionError, StepInput};

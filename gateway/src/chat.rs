@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use client::generation::Finish;
 use serde_json::{Value, json};
-use shared::causes::with_causes;
-use shared::escape::escaped;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
+use shared::sanitize_text::escaped;
 
 pub use self::config::ChatConfig;
 use self::input::{ChatInput, Input};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use client::swarm::{Swarm, SwarmConfig, SwarmError};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use tokio::sync::Semaphore;
 
 use crate::config::{EngineConfig, GatewayModel};

@@ -13,9 +13,9 @@ use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use hyper_util::rt::TokioTimer;
 use p2p::task;
 use shared::bootstrap::{die_with_parent, hear_sigterm};
-use shared::causes::with_causes;
-use shared::escape::escaped;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
+use shared::sanitize_text::escaped;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::api::{self, KeysError};

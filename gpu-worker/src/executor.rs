@@ -52,8 +52,8 @@ mod answers;
 mod execution;
 mod exit;
 mod follower;
+mod plan_record;
 mod publisher;
-mod record;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};

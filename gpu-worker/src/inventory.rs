@@ -6,7 +6,7 @@ use shared::bootstrap::die_with_parent;
 use shared::control::{CudaDevice, CudaDevices};
 use shared::exit::ExitReason;
 
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 
 /// Prints the devices as JSON for `parent`, with which this process ends.
 pub fn run_command(parent: u32) -> ExitReason {

@@ -14,7 +14,7 @@ use kernels::cuda::Cuda;
 use kernels::cuda::driver::CudaDriver;
 use kernels::ops::{DeviceFailure, OpError};
 use shared::bootstrap::die_with_parent;
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::warpgroups::{SampleLine, WarpgroupKernel, WarpgroupKernels};
 

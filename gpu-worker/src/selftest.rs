@@ -28,7 +28,7 @@ use crate::engine::EngineError;
 use crate::node;
 use measure::{Peaks, Table};
 use report::{Check, SelftestReport};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use steps::Steps;
 
 /// Bytes of the pieces that are copied for the bandwidth, and repetitions of products for the peak.

@@ -48,7 +48,7 @@ use model::rates::{self, Freshness, Key, RateCache, ThroughputError};
 use model::shards::Shard;
 use model::sizing::{Sharing, graph_block_bytes, shortage, step_kv_bytes, unit_tokens, work_bytes};
 use model::weight_files::WeightFiles;
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 
 /// Longest time without progress while weights are mapped: one file system that does not answer.
 const LOADING_LIMIT: Duration = Duration::from_secs(60);

@@ -1,6 +1,6 @@
 //! The errors of operations, whatever device runs them.
 
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::ids::PageId;
 use shared::shm::group::GroupError;
 

@@ -15,8 +15,8 @@ use p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Traversal, identity,
 };
 use prost::Message;
-use shared::causes::with_causes;
 use shared::config::NetdConfig;
+use shared::error_chain::with_causes;
 use swarm::dht::driver::unix_now;
 use swarm::names;
 use swarm::wire::messages::{PingRequest, PingResponse};

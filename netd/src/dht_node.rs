@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args};
 use p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
-use shared::causes::with_causes;
 use shared::config::values::{maddr, megabits, on_off, seconds};
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::public_swarm;
 use tokio::signal::unix::{SignalKind, signal};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use reqwest::{Body, Client, Response, redirect::Policy};
-use shared::causes::root_cause;
+use shared::error_chain::root_cause;
 
 /// Redirections followed.
 const MAX_REDIRECTIONS: usize = 3;

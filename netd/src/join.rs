@@ -9,9 +9,9 @@ use p2p::{
     Inbound, Keypair, Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, RELAY_PART_OF_NETWORK,
     Scope, Traversal, UnaryResponder, identity,
 };
-use shared::causes::with_causes;
 use shared::config::NetdConfig;
 use shared::control::NetdInit;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
 use shared::network::NetworkRate;

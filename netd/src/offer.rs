@@ -1,7 +1,7 @@
 //! What this server offers to the swarm: which blocks under which names, and the records that say
 //! so.
 
-mod announced;
+mod announcement;
 mod choice;
 
 use p2p::task;
@@ -18,7 +18,7 @@ use swarm::wire::records::{ServerInfo, ServerState};
 use tokio::task::{AbortHandle, JoinHandle};
 use tracing::{info, warn};
 
-pub use announced::Announced;
+pub use announcement::Announced;
 pub use choice::choose;
 
 use crate::join::Joined;

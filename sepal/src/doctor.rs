@@ -32,11 +32,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use netd::checkup::{self, HubFacts, HubQuestion, SwarmFacts};
-use shared::causes::with_causes;
 use shared::config::{NetdConfig, QuantType};
-use shared::escape::escaped_json;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::sandbox::Support;
+use shared::sanitize_text::escaped_json;
 use supervisor::cache_folder;
 
 use crate::cli::DoctorOptions;

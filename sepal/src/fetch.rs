@@ -7,10 +7,10 @@ use gateway::config::{EngineConfig, GatewayConfig};
 use prepare::cache::{CacheAction, CacheConfig};
 use prepare::client_tensors::{self, FetchConfig};
 use prepare::convert::ConvertConfig;
-use shared::causes::with_causes;
-use shared::escape::escaped;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::sandbox::{self, Confinement, SandboxError, SandboxSubject};
+use shared::sanitize_text::escaped;
 use supervisor::cache_folder;
 
 /// Links in the folder of a model that are followed.

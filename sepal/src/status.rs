@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::unistd::{Gid, Uid, geteuid, setegid, seteuid, setgroups};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use supervisor::instance::{InstanceError, LiveInstance, live_instances};
 use supervisor::report::{InstanceReport, table};

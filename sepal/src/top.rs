@@ -22,7 +22,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use supervisor::instance::LiveInstance;
 use supervisor::report::InstanceReport;

@@ -6,18 +6,17 @@
 pub mod block;
 pub mod bootstrap;
 pub mod build;
-pub mod causes;
 pub mod clock;
 pub mod config;
 pub mod control;
 pub mod dtype;
-pub mod escape;
+pub mod error_chain;
 pub mod exit;
 pub mod figures;
+pub mod file_lock;
 pub mod files;
 #[cfg(all(test, not(loom)))]
 mod fuzz;
-pub mod hold;
 pub mod ids;
 pub mod job;
 pub mod limits;
@@ -27,6 +26,7 @@ pub mod processor;
 pub mod public_swarm;
 pub mod role;
 pub mod sandbox;
+pub mod sanitize_text;
 pub mod shm;
 pub mod survey;
 pub mod throughput;

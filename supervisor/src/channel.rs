@@ -24,8 +24,8 @@ use ipc_channel::ipc::IpcSender;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use serde::{Deserialize, Serialize};
 use shared::bootstrap::{FromChild, ToChild};
-use shared::causes::with_causes;
 use shared::control::{Role, ToNetd, ToPrepare, ToWorker};
+use shared::error_chain::with_causes;
 use tracing::warn;
 
 use crate::tree::Up;

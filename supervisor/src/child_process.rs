@@ -6,9 +6,9 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use shared::bootstrap::{Attach, DescriptorSocket, build_id};
-use shared::causes::with_causes;
 use shared::config::LogConfig;
 use shared::control::{Birth, BoardSeat, FdTag, Role};
+use shared::error_chain::with_causes;
 use shared::ids::{Generation, WorkerId};
 use shared::sandbox::Confinement;
 use shared::shm::board::{Board, BoardError, Occupant};
@@ -16,8 +16,8 @@ use shared::shm::board::{Board, BoardError, Occupant};
 use tracing::warn;
 
 use crate::channel::{Channel, Message, Wake};
-use crate::handed::Handed;
 use crate::handover::HandedChild;
+use crate::inherited_fds::Handed;
 use crate::spawn::{Process, TITLE};
 use crate::tree::{ChildId, ExitStatus};
 

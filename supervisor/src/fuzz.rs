@@ -14,8 +14,8 @@ use shared::ids::{Generation, GroupId, WorkerId};
 use shared::shm::pair::RingIdentity;
 use shared::survey::Survey;
 
-use crate::handed::{Fd, Handed};
 use crate::handover::{HandedChild, Handover, PendingEvent};
+use crate::inherited_fds::{Fd, Handed};
 use crate::instance::Instance;
 use crate::placement::DeviceShare;
 use crate::segments::{KvChoice, Segments};

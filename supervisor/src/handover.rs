@@ -26,7 +26,7 @@ use shared::exit::ExitReason;
 use shared::ids::{Generation, GroupId};
 use shared::model::ModelFacts;
 
-use crate::handed::{Fd, Handed};
+use crate::inherited_fds::{Fd, Handed};
 use crate::segments::HandedSegments;
 use crate::spawn;
 use crate::tree::{ChildId, ExitStatus, Tree, Up};

@@ -30,11 +30,11 @@ pub mod events;
 pub mod feed;
 #[cfg(test)]
 mod fuzz;
-pub mod handed;
 pub mod handover;
+pub mod inherited_fds;
 pub mod instance;
+mod instants;
 pub mod listener;
-mod moment;
 pub mod placement;
 pub mod report;
 pub mod restarts;
@@ -53,8 +53,8 @@ use std::ffi::OsString;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use shared::bootstrap::{LogIdentity, init_logging};
-use shared::causes::with_causes;
 use shared::config::ServeConfig;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use tracing::{debug, error, info, warn};
 

@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 use shared::bootstrap::build_id;
 use shared::config::Device;
 use shared::control::Role;
-use shared::escape::Escaped;
 use shared::figures::server::DeviceFigures;
 use shared::figures::{ClientFigures, Figures, Trouble};
 use shared::ids::WorkerId;
 use shared::model::RankShare;
+use shared::sanitize_text::Escaped;
 use shared::shm::board::{BoardSnapshot, ChildSnapshot, ChildState};
 use shared::warpgroups::Warpgroups;
 

@@ -27,7 +27,7 @@ use shared::shm::segment::{MemfdSegment, SegmentError};
 use shared::shm::sessions::SESSIONS_BYTES;
 use tracing::{info, warn};
 
-use crate::handed::{Fd, Handed};
+use crate::inherited_fds::{Fd, Handed};
 use crate::instance::Instance;
 use crate::sizing::available_bytes;
 use crate::weights::WeightsError;

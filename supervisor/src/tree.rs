@@ -12,7 +12,7 @@
 //! death of netd:      reap -> pause -> next generation, new arena; every worker is linked again, and only what a worker
 //!                     acknowledged is told to the new netd
 //! a device is lost for good:  netd is told the longest rest of the span (Shrink) and goes on with it; nothing is left: the end
-//! a device that fails too often is put aside and tried again, see `aside`; or another takes its blocks over, see `fallback`
+//! a device that fails too often is put aside and tried again, see `quarantine`; or another takes its blocks over, see `fallback`
 //! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
 //! a move to other blocks:  see `moving`
@@ -28,17 +28,17 @@
 //! - the tree finishes only when no process is left, but for unkillable ones.
 
 mod action;
-mod aside;
 mod child;
 mod deaths;
-mod ending;
 mod fallback;
 mod group;
+mod messages;
 mod moving;
 mod pausing;
+mod quarantine;
 mod remainder;
-mod said;
 mod serving;
+mod shutdown;
 mod upgrade;
 
 use std::time::{Duration, Instant};
@@ -55,9 +55,9 @@ use shared::survey::Capacity;
 pub use action::{Action, Down, Init, Order, Policy, TreeEvent, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
-use ending::{Ending, SHORT_DRAIN};
 use group::{Worker, WorkerGroup};
 use moving::Move;
+use shutdown::{Ending, SHORT_DRAIN};
 use upgrade::Replacing;
 
 use crate::placement::DeviceShare;

@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use shared::block::Span;
 
 use crate::channel::Wake;
-use crate::handed::{Fd, Handed};
+use crate::inherited_fds::{Fd, Handed};
 
 /// Spans whose files are being opened at once. An instance serves one and moves to another; the rest
 /// are threads that a file system does not answer.

@@ -377,7 +377,8 @@ fn no_name_uses_a_word_that_the_glossary_retires() {
 fn a_type_name_stands_for_two_types_at_most() {
     let sources = sources();
     let found = names::types(&sources);
-    let crowded = found.iter().filter(|(name, files)| files.len() > 2 && !SHARED_NAMES.contains(name));
+    let crowded =
+        found.iter().filter(|(name, files)| files.len() > 2 && !SHARED_NAMES.contains(name));
     let crowded: Vec<_> = crowded.collect();
     assert!(crowded.is_empty(), "give each of these types the noun of its room: {crowded:#?}");
 }

@@ -11,7 +11,7 @@ use shared::build::{FORMAT, FORMAT_SOURCES};
 /// the next.
 const TYPES: [&str; 8] = [
     "shared/src",
-    "supervisor/src/handed.rs",
+    "supervisor/src/inherited_fds.rs",
     "supervisor/src/handover.rs",
     "supervisor/src/placement.rs",
     "supervisor/src/segments.rs",

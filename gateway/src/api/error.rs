@@ -10,7 +10,7 @@ use client::decoder::DecodeError;
 use client::generation::GenerationError;
 use client::swarm::SwarmError;
 use serde_json::{Value, json};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 
 use crate::engine::Engine;
 use crate::model::Model;

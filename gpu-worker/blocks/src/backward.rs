@@ -25,10 +25,10 @@ use kernels::ops::{
 use kernels::{Backend, DType, StepRow};
 use model::{BlockSpec, Norm, Position, Residual};
 
+use super::activations::SavedActivations;
 use super::forward::{
     Heads, Middle as Forward, Pass, PromptPart, adapters_of, add_prompts, prepare,
 };
-use super::saved::SavedActivations;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
 mod attention;

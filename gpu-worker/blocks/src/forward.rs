@@ -20,9 +20,9 @@ use kernels::ops::{
 use kernels::{Backend, DType, StepRow, kv::total_tokens, ops};
 use model::{BlockSpec, Position, Residual};
 
+use super::activations::SavedActivations;
 use super::adapters::adapted;
 use super::rope;
-use super::saved::SavedActivations;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
 mod joined;

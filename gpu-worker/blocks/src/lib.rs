@@ -11,20 +11,20 @@
 //! The worker's executor runs blocks, and so does a client whose draft model guesses tokens.
 #![deny(unsafe_code)]
 
+mod activations;
 mod adapters;
 mod backward;
 mod forward;
 pub mod kv;
 pub mod map;
 mod rope;
-mod saved;
 mod weights;
 
+pub use activations::{ActivationStore, SaveLevel, SavedActivations, levels, token_bytes};
 pub use adapters::AdapterView;
 pub use backward::{GradientWork, Sums, backward};
 pub use forward::{
     PromptPart, Workspace, add_prompts, close_run, forward, forward_joined, forward_saving, keys,
     open_run, prepare,
 };
-pub use saved::{ActivationStore, SaveLevel, SavedActivations, levels, token_bytes};
 pub use weights::{BlockWeights, WeightsError};

@@ -130,7 +130,7 @@ pub fn check(file: &File, entry: &FileEntry) -> Result<(), WeightFileError> {
 fn open(entry: &FileEntry) -> Result<File, WeightFileError> {
     let file = shared::files::open_regular(&entry.path).map_err(failed("open", entry))?;
     check(&file, entry)?;
-    shared::hold::hold(&file, &entry.path).map_err(failed("lock", entry))?;
+    shared::file_lock::hold(&file, &entry.path).map_err(failed("lock", entry))?;
     Ok(file)
 }
 

@@ -20,8 +20,8 @@ use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 use serde::Serialize;
-use shared::escape::{Escaped, escaped};
 use shared::exit::ExitReason;
+use shared::sanitize_text::{Escaped, escaped};
 
 use crate::error::PrepareError;
 use crate::table::{age, aligned, decimal};

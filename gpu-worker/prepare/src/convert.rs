@@ -10,9 +10,9 @@ use shared::block::{BlockIndex, Span};
 use shared::config::{HubConfig, PrepareConfig, QuantType};
 use shared::control::{self, PrepareStage};
 use shared::dtype::{DType, dtype_or_auto};
-use shared::escape::{Escaped, escaped};
 use shared::exit::ExitReason;
 use shared::files::write_atomically;
+use shared::sanitize_text::{Escaped, escaped};
 
 use crate::error::PrepareError;
 use crate::folder::{BlockFile, FolderRecord, RECORD, StoredFormat};

@@ -1,6 +1,6 @@
 //! Models of the Hugging Face Hub. Of a model only what the served blocks need is downloaded: its
 //! config and index into the hub's own cache layout (`models--ORG--NAME/{refs,blobs,snapshots}`, see
-//! [`whole`]), and of its safetensors files the ranges with the tensors of each block, which
+//! [`transfer`]), and of its safetensors files the ranges with the tensors of each block, which
 //! [`blocks`] keeps as one file per block. Checkpoint files that are in the cache already
 //! are used as they are. Pickled checkpoints have no ranges: their files are downloaded whole and
 //! checked against the Hub's SHA-256.
@@ -19,7 +19,7 @@ mod requests;
 mod sources;
 #[cfg(test)]
 mod tests;
-mod whole;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -33,8 +33,8 @@ use model::checkpoint::CHECKPOINTS;
 use model::header::Header;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
-use shared::causes::with_causes;
 use shared::config::PrepareConfig;
+use shared::error_chain::with_causes;
 use tracing::warn;
 
 pub use self::client_tensors::CLIENT_FILE;
@@ -42,8 +42,8 @@ use self::requests::Asker;
 use crate::checkpoint::Checkpoint;
 use crate::disk_cache::DiskCache;
 use crate::error::PrepareError;
+use crate::peek::open_quietly;
 use crate::progress::{PrepareProgress, Watch};
-use crate::quiet::open_quietly;
 use crate::repository::{map_repo, repo_folder};
 use crate::source::Wanted;
 

@@ -3,7 +3,7 @@
 use std::io;
 
 use kernels::ops::{GroupFailure, OpError};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::shm::group::GroupError;
 use shared::shm::ring::RingCorrupt;

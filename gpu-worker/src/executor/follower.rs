@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-use shared::causes::with_causes;
 use shared::config::FaultPoint;
 use shared::control::FromWorker;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::ids::Generation;
 use shared::job::{JobBody, JobError, JobLimits};
@@ -24,7 +24,7 @@ use shared::shm::layout::RING_ENTRIES;
 use tracing::{debug, info};
 
 use super::execution::Execution;
-use super::record::{Begin, Malformed, Record};
+use super::plan_record::{Begin, Malformed, Record};
 use super::{ExecutorCommand, Exit};
 use crate::device::DeviceBackend;
 use crate::engine::Engine;

@@ -7,7 +7,7 @@ use shared::shm::doorbell::Doorbell;
 use shared::shm::group::{GroupError, PlanPosition, PlanWriter};
 use shared::shm::ring::Armed;
 
-use super::record;
+use super::plan_record;
 use crate::schedule::{JobKey, Unit};
 
 /// Publishes plans, if there is anybody who follows them.
@@ -38,7 +38,7 @@ impl Publisher {
 
     /// Drop all jobs; those to come have their tensors in the arena of this netd.
     pub(super) fn link(&mut self, netd_generation: Generation) -> Result<(), GroupError> {
-        self.publish(|out| record::link(netd_generation, out))
+        self.publish(|out| plan_record::link(netd_generation, out))
     }
 
     /// Make the page copies of a job and read its input.
@@ -49,17 +49,17 @@ impl Publisher {
         id: JobId,
         body: &JobBody,
     ) -> Result<(), GroupError> {
-        self.publish(|out| record::begin(key, number, id, body, out))
+        self.publish(|out| plan_record::begin(key, number, id, body, out))
     }
 
     /// Run a unit of jobs that have begun.
     pub(super) fn unit(&mut self, unit: &Unit) -> Result<(), GroupError> {
-        self.publish(|out| record::unit(unit, out))
+        self.publish(|out| plan_record::unit(unit, out))
     }
 
     /// Forget a job that could not begin.
     pub(super) fn remove(&mut self, key: JobKey) -> Result<(), GroupError> {
-        self.publish(|out| record::remove(key, out))
+        self.publish(|out| plan_record::remove(key, out))
     }
 
     fn publish(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> Result<(), GroupError> {

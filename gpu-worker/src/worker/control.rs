@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use shared::bootstrap::{ControlEnds, ControlReceiver, ControlSender, DescriptorSocket};
-use shared::causes::with_causes;
 use shared::control::{FromWorker, LinkInit, ToWorker, WorkerInit};
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank, WorkerId};
 use shared::shm::doorbell::Doorbell;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shared::bootstrap::{PeerError, PeerMessage, PeerSocket};
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::ids::Rank;
 use shared::shm::board::BoardWriter;

@@ -3,7 +3,7 @@
 use std::{io, time::Duration};
 
 use libp2p::{Multiaddr, PeerId, core::upgrade::NegotiationError, swarm::DialError};
-use shared::causes::root_cause;
+use shared::error_chain::root_cause;
 
 /// The node could not be started, or cannot do what was asked.
 #[derive(Debug, thiserror::Error)]

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use futures::StreamExt;
 use reqwest::{Client, Response, StatusCode, header};
 use serde::Deserialize;
-use shared::causes::root_cause;
+use shared::error_chain::root_cause;
 
 use super::facts::{HubFacts, HubQuestion, ModelState, TokenState};
 use crate::http;

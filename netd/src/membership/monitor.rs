@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use reqwest::Client;
 use serde::Deserialize;
-use shared::escape::escaped;
+use shared::sanitize_text::escaped;
 use tracing::{info, warn};
 
 use crate::http;

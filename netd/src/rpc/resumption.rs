@@ -33,8 +33,8 @@ use tracing::{debug, info};
 use super::{Failure, Service};
 use crate::sessions::admission::Lease;
 use crate::sessions::pool::KvRequest;
-use crate::sessions::record::Record;
 use crate::sessions::session::Session;
+use crate::sessions::session_record::Record;
 use crate::sessions::table::SessionTables;
 use crate::workers::Workers;
 

@@ -6,7 +6,7 @@ use shared::block::{BlockIndex, Span};
 use shared::ids::PageId;
 
 use super::pool::{KvRequest, Pool};
-use super::record::Record;
+use super::session_record::Record;
 use super::table::SessionTables;
 
 fn record(pages: u32, rows: Vec<Vec<u32>>, prefix: u32) -> Record {

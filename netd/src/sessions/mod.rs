@@ -24,7 +24,7 @@ pub mod giving_way;
 pub mod pool;
 pub mod pressure;
 pub mod queue;
-pub mod record;
 pub mod session;
+pub mod session_record;
 pub mod shares;
 pub mod table;

@@ -9,8 +9,8 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde::Serialize;
 use shared::bootstrap::build_id;
-use shared::causes::with_causes;
-use shared::escape::escaped_json;
+use shared::error_chain::with_causes;
+use shared::sanitize_text::escaped_json;
 
 use super::check::Finding;
 use super::instances::LiveServer;

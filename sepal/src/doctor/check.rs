@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use shared::escape::escaped;
+use shared::sanitize_text::escaped;
 
 /// How good what a check found is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -29,7 +29,7 @@ pub struct InstanceFacts {
 
 /// Asks each live instance of `folder`.
 pub fn observe(folder: &Path) -> Result<Vec<LiveServer>, String> {
-    let live = live_instances(folder).map_err(|error| shared::causes::with_causes(&error))?;
+    let live = live_instances(folder).map_err(|error| shared::error_chain::with_causes(&error))?;
     let running = |one: supervisor::instance::LiveInstance| LiveServer {
         report: ask(&one.status_socket, true).ok(),
         name: one.name,

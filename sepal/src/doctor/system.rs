@@ -41,7 +41,7 @@ pub fn kernel() -> KernelFacts {
             "sealed memory files (memfd_create)",
             MemfdSegment::create("sepal-doctor", 4096)
                 .map(drop)
-                .map_err(|e| shared::causes::with_causes(&e)),
+                .map_err(|e| shared::error_chain::with_causes(&e)),
         ),
         refused(
             "event descriptors (eventfd)",

@@ -21,8 +21,8 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::config::{LogConfig, LogFormat};
-use crate::escape::{Escaping, escaped_json};
 use crate::ids::{Generation, WorkerId};
+use crate::sanitize_text::{Escaping, escaped_json};
 
 /// Who writes the lines of this process.
 #[derive(Clone, Copy, Debug)]

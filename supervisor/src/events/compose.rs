@@ -5,12 +5,12 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use shared::block::Span;
-use shared::causes::with_causes;
 use shared::config::{Device, Throughput};
 use shared::control::{
     FdTag, GroupInit, LinkInit, NetdInit, ToNetd, ToPrepare, ToWorker, WeightsInit, WorkerInit,
     WorkerUp,
 };
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::ids::{Generation, Rank};
 use shared::model::ModelFacts;

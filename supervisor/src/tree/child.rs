@@ -74,25 +74,25 @@ pub enum Lifecycle {
     /// Spawned, not ready.
     Starting {
         /// Since when.
-        #[serde(with = "crate::moment")]
+        #[serde(with = "crate::instants")]
         since: Instant,
     },
     /// Serves.
     Ready {
         /// Since when.
-        #[serde(with = "crate::moment")]
+        #[serde(with = "crate::instants")]
         since: Instant,
     },
     /// Was told to finish.
     Draining {
-        #[serde(with = "crate::moment")]
+        #[serde(with = "crate::instants")]
         until: Instant,
     },
     /// Reaped, while other ranks of its group are not.
     Reaped,
     /// Reaped; to be started again.
     Backoff {
-        #[serde(with = "crate::moment")]
+        #[serde(with = "crate::instants")]
         until: Instant,
     },
     /// Reaped; not started again.
@@ -167,7 +167,7 @@ pub struct Beat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Next {
     /// Start again then.
-    Restart(#[serde(with = "crate::moment")] Instant),
+    Restart(#[serde(with = "crate::instants")] Instant),
     /// Do not start again.
     Hold(ExitReason),
 }
@@ -183,7 +183,7 @@ pub struct Child {
     /// Whether a process exists that was not reaped.
     pub alive: bool,
     /// When it was sent SIGKILL.
-    #[serde(with = "crate::moment::option")]
+    #[serde(with = "crate::instants::option")]
     pub killed: Option<Instant>,
     /// Whether it was killed for what it did to others: then it, and perhaps its work, is to
     /// blame.
@@ -192,14 +192,14 @@ pub struct Child {
     pub excused: bool,
     /// What it said about its own failure.
     pub complaint: Option<String>,
-    #[serde(with = "crate::moment::option")]
+    #[serde(with = "crate::instants::option")]
     closed: Option<Instant>,
-    #[serde(with = "crate::moment::option")]
+    #[serde(with = "crate::instants::option")]
     ready_since: Option<Instant>,
-    #[serde(with = "crate::moment::list")]
+    #[serde(with = "crate::instants::list")]
     deaths: VecDeque<Instant>,
     /// Deaths that do not count.
-    #[serde(with = "crate::moment::list")]
+    #[serde(with = "crate::instants::list")]
     kills: VecDeque<Instant>,
     /// Deaths in a row that were its own fault.
     failures: u32,
@@ -212,7 +212,7 @@ struct Stillness {
     progress: u64,
     /// For how long it has not moved while the supervisor ran.
     stood: Duration,
-    #[serde(with = "crate::moment")]
+    #[serde(with = "crate::instants")]
     seen: Instant,
 }
 

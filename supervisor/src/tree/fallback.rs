@@ -17,8 +17,8 @@ use shared::config::Device;
 use shared::exit::ExitReason;
 use shared::ids::GroupId;
 
-use super::aside::MAX_PAUSE;
 use super::group::{Aside, Assignment, Comeback, Death, Origin, WorkerGroup};
+use super::quarantine::MAX_PAUSE;
 use super::{Action, Next, Tree};
 
 impl Tree {

@@ -44,7 +44,7 @@ pub(super) struct Worker {
     /// How it ended, while other ranks of its group were not reaped.
     pub(super) death: Option<Death>,
     /// When generations of its group ended for it.
-    #[serde(with = "crate::moment::list")]
+    #[serde(with = "crate::instants::list")]
     pub(super) blamed: Vec<Instant>,
 }
 
@@ -90,7 +90,7 @@ pub(super) struct WorkerGroup {
 /// A device that was put aside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Aside {
-    #[serde(with = "crate::moment")]
+    #[serde(with = "crate::instants")]
     pub(super) until: Instant,
     pub(super) pause: Duration,
 }

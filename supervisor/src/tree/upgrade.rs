@@ -31,7 +31,7 @@ pub(super) struct Replacing {
     /// How long open sessions may keep netd from being replaced: it ends their connections.
     patience: Duration,
     /// When that time is over, once it runs.
-    #[serde(with = "crate::moment::option")]
+    #[serde(with = "crate::instants::option")]
     netd_by: Option<Instant>,
 }
 

@@ -10,7 +10,7 @@ use shared::config::QuantType;
 use crate::disk_cache::{DiskCache, is_in_use};
 use crate::error::PrepareError;
 use crate::folder::ranges;
-use crate::quiet::open_quietly;
+use crate::peek::open_quietly;
 use crate::store::FileIdentity;
 use crate::temporary::is_being_written;
 

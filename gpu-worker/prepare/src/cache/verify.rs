@@ -6,15 +6,15 @@ use std::path::Path;
 
 use model::header::Header;
 use serde::Serialize;
-use shared::escape::escaped;
 use shared::exit::ExitReason;
+use shared::sanitize_text::escaped;
 
 use super::Said;
 use super::inventory::{CHECKPOINT, FILES, Inventory, Item, PARTIAL};
 use crate::disk_cache;
 use crate::error::PrepareError;
 use crate::hub::sum_fits;
-use crate::quiet::open_quietly;
+use crate::peek::open_quietly;
 use crate::store;
 
 /// What `sepal cache verify --json` prints; `deploy/TOOLS.md` describes the keys.

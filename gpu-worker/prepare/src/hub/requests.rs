@@ -15,8 +15,8 @@ use reqwest::header::{
 };
 use reqwest::redirect::{Action, Attempt, Policy};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, Url};
-use shared::causes::with_causes;
 use shared::config::HubConfig;
+use shared::error_chain::with_causes;
 
 use super::Trouble;
 

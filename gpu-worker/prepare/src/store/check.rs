@@ -13,8 +13,8 @@ use shared::dtype::DType;
 
 use super::{IDENTITY, PIECE_BYTES, SUM, StorePlace, hex, identity_text};
 use crate::error::PrepareError;
+use crate::peek::open_quietly;
 use crate::progress::{PrepareProgress, Watch};
-use crate::quiet::open_quietly;
 
 /// What is wrong with the prepared file at `path`, for a sentence about it: whether it is whole and
 /// has the sum that its header names. `None`: nothing.

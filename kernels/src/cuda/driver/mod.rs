@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use calls as cu;
 use parking_lot::Mutex;
-use shared::causes::with_causes;
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 
 use super::address::Address;

@@ -71,7 +71,7 @@ impl LastFigures {
             Err(NoFigures::Unreadable(Unreadable::Busy)) => {}
             Err(error) => {
                 if !std::mem::replace(&mut last.is_failing, true) {
-                    let error = crate::causes::with_causes(&error);
+                    let error = crate::error_chain::with_causes(&error);
                     warn!(error, "showing the figures that netd wrote before");
                 }
             }

@@ -4,7 +4,7 @@
 use shared::shm::group::PlanPosition;
 
 use super::*;
-use crate::executor::record::{self, Record};
+use crate::executor::plan_record::{self, Record};
 use crate::schedule::JobKey;
 
 /// Runs `client` against rank 0 of a group of two.
@@ -157,7 +157,7 @@ fn the_longest_body_fits_the_log() {
     let fixed = body.encode().len();
     body.pages.tables = vec![vec![PageId(0); (shared::job::MAX_BODY_BYTES - fixed) / 4]];
     let mut bytes = Vec::new();
-    record::begin(JobKey(0), 0, JobId(0), &body, &mut bytes);
+    plan_record::begin(JobKey(0), 0, JobId(0), &body, &mut bytes);
     assert!(bytes.len() > shared::job::MAX_BODY_BYTES);
     parts.writer(&board()).publish(&bytes).unwrap();
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use shared::shm::group::PlanPosition;
 
 use super::*;
-use crate::executor::record;
+use crate::executor::plan_record;
 use crate::schedule::{JobKey, Unit, UnitMember};
 
 /// A rank 0 by hand, and the follower that it has.
@@ -40,7 +40,7 @@ fn with_follower(model: &Model, lead: impl FnOnce(&mut Leader<'_>)) -> Exit {
             last: None,
             is_finished: &|| follower.is_finished(),
         };
-        leader.publish(|out| record::link(FIRST, out));
+        leader.publish(|out| plan_record::link(FIRST, out));
         lead(&mut leader);
         drop(leader);
         follower.join().unwrap()
@@ -64,7 +64,7 @@ impl Leader<'_> {
     }
 
     fn begin(&mut self, key: u64, body: &JobBody) {
-        self.publish(|out| record::begin(JobKey(key), key, JobId(key), body, out));
+        self.publish(|out| plan_record::begin(JobKey(key), key, JobId(key), body, out));
     }
 
     fn unit(&mut self, block: u32, count: u32, members: &[(u64, usize, Range<usize>)]) {
@@ -76,7 +76,7 @@ impl Leader<'_> {
                 pieces: pieces.clone(),
             })
             .collect();
-        self.publish(|out| record::unit(&Unit { block, count, members }, out));
+        self.publish(|out| plan_record::unit(&Unit { block, count, members }, out));
     }
 
     /// A forward of two tokens, of one piece.
@@ -110,7 +110,7 @@ fn a_follower_does_what_is_right_and_leaves_at_the_end() {
         leader.unit(0, 1, &[(7, 0, 0..1), (9, 0, 0..1)]);
         leader.unit(1, 1, &[(0, 1, 0..1)]);
         leader.unit(1, 2, &[(7, 1, 0..1), (9, 1, 0..1)]);
-        leader.publish(|out| record::remove(JobKey(10), out));
+        leader.publish(|out| plan_record::remove(JobKey(10), out));
         leader.unit(2, 1, &[(0, 2, 0..1)]);
         // All keys are free again.
         [0, 7, 9, 10].into_iter().for_each(|key| leader.begin(key, &forward));
@@ -131,7 +131,7 @@ fn a_bad_record_ends_the_follower_with_a_sentence() {
         ("a body of nothing", "job 3 asks for what this rank does not have: job body is", |l| {
             let forward = l.forward();
             l.publish(|out| {
-                record::begin(JobKey(3), 0, JobId(0), &forward, out);
+                plan_record::begin(JobKey(3), 0, JobId(0), &forward, out);
                 out.truncate(28);
             });
         }),
@@ -163,7 +163,7 @@ fn a_bad_record_ends_the_follower_with_a_sentence() {
             (0..=256).for_each(|key| l.begin(key, &body));
         }),
         ("a drop of nothing", "job 4 is to be dropped", |l| {
-            l.publish(|out| record::remove(JobKey(4), out));
+            l.publish(|out| plan_record::remove(JobKey(4), out));
         }),
         ("a unit of nobody", next, |l| l.unit(0, 1, &[])),
         ("a unit of an unknown job", next, |l| l.unit(0, 1, &[(0, 0, 0..1)])),
@@ -209,12 +209,12 @@ fn a_bad_record_ends_the_follower_with_a_sentence() {
             l.unit(0, 1, &[(0, 0, 0..1), (1, 0, 0..1)]);
         }),
         ("an unknown netd", "the arena of netd generation 2 did not come", |l| {
-            l.publish(|out| record::link(Generation(2), out));
+            l.publish(|out| plan_record::link(Generation(2), out));
         }),
         ("an older netd", "the arena of netd generation 1 did not come", |l| {
             let newer = arena_link(&LinkParts::new(FIRST, Generation(2)));
             l.commands.send(ExecutorCommand::Link(Box::new(newer))).unwrap();
-            l.publish(|out| record::link(FIRST, out));
+            l.publish(|out| plan_record::link(FIRST, out));
         }),
     ];
     let model = Model::new(DType::F32);
@@ -252,13 +252,13 @@ fn records_with_random_bits_changed_end_the_follower_or_are_followed() {
         let end = with_follower(&model, |leader| {
             let (step, forward) = (leader.step(), leader.forward());
             let mut records = vec![Vec::new(); 5];
-            record::begin(JobKey(1), 0, JobId(1), &step, &mut records[0]);
-            record::begin(JobKey(2), 1, JobId(2), &forward, &mut records[1]);
+            plan_record::begin(JobKey(1), 0, JobId(1), &step, &mut records[0]);
+            plan_record::begin(JobKey(2), 1, JobId(2), &forward, &mut records[1]);
             let member = |key| UnitMember { job: JobKey(key), position: 0, pieces: 0..1 };
             for (record, key) in records[2..4].iter_mut().zip([1, 2]) {
-                record::unit(&Unit { block: 0, count: 1, members: vec![member(key)] }, record);
+                plan_record::unit(&Unit { block: 0, count: 1, members: vec![member(key)] }, record);
             }
-            record::remove(JobKey(2), &mut records[4]);
+            plan_record::remove(JobKey(2), &mut records[4]);
             let which = random.below(records.len());
             let at = random.below(records[which].len());
             records[which][at] ^= 1 << random.below(8);

@@ -9,9 +9,9 @@ use gpu_worker::link::{LINK_DESCRIPTORS, NetdLink};
 use ipc_channel::TryRecvError;
 use model::manifest::Manifest;
 use shared::bootstrap::{Bootstrap, ControlEnds};
-use shared::causes::with_causes;
 use shared::clock::monotonic_ns;
 use shared::control::{FromWorker, LinkInit, ToWorker, WorkerInit};
+use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
 use shared::job::{
     Completion, Entry, JobBody, JobDescriptor, JobError, JobLimits, SlotRef, WorkKind,

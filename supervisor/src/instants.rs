@@ -1,7 +1,7 @@
 //! Points in time as they cross from one executable of the supervisor to the next: both run on one
 //! machine between two boots, whose monotonic clock goes on.
 //!
-//! A point is written as nanoseconds of that clock: `#[serde(with = "crate::moment")]`. [`option`] and
+//! A point is written as nanoseconds of that clock: `#[serde(with = "crate::instants")]`. [`option`] and
 //! [`list`] are the same for fields that hold none, or several.
 
 use std::time::{Duration, Instant};
@@ -100,11 +100,11 @@ mod tests {
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     struct Times {
-        #[serde(with = "crate::moment")]
+        #[serde(with = "crate::instants")]
         one: Instant,
-        #[serde(with = "crate::moment::option")]
+        #[serde(with = "crate::instants::option")]
         none: Option<Instant>,
-        #[serde(with = "crate::moment::list")]
+        #[serde(with = "crate::instants::list")]
         many: VecDeque<Instant>,
     }
 

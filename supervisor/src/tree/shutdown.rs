@@ -17,7 +17,7 @@ pub(super) const SHORT_DRAIN: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Ending {
     pub(super) reason: ExitReason,
-    #[serde(with = "crate::moment")]
+    #[serde(with = "crate::instants")]
     pub(super) since: Instant,
     pub(super) forced: bool,
     pub(super) workers_told: bool,
