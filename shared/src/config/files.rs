@@ -18,7 +18,7 @@ pub struct PrepareConfig {
     /// Type of hidden states and unquantized weights: auto, float32, bfloat16 or float16; auto is
     /// the type of the checkpoint, bfloat16 if that is float32
     // The path has clap take `auto` for a value.
-    #[arg(id = "torch_dtype", long = "torch_dtype", value_name = "TYPE", default_value = "auto", value_parser = dtype_or_auto)]
+    #[arg(id = "torch_dtype", long = "torch_dtype", value_name = "TYPE", default_value = "auto", value_parser = dtype_or_auto, help_heading = None::<&str>)]
     #[serde(rename = "torch_dtype")]
     pub dtype: std::option::Option<DType>,
     /// How matrices are to be stored.
@@ -30,10 +30,10 @@ pub struct PrepareConfig {
     /// Folders of LoRA adapters in PEFT layout (adapter_config.json and
     /// adapter_model.safetensors); clients choose an adapter by the name given here
     // Or repositories of the Hub.
-    #[arg(long, num_args = 0.., value_name = "ADAPTER", value_parser = adapter)]
+    #[arg(long, num_args = 0.., value_name = "ADAPTER", value_parser = adapter, help_heading = None::<&str>)]
     pub adapters: Vec<String>,
     /// Folder for prepared models [env: SEPAL_CACHE, PETALS_CACHE] [default: ~/.cache/sepal]
-    #[arg(long, value_name = "DIR", required = false)]
+    #[arg(long, value_name = "DIR", required = false, help_heading = None::<&str>)]
     pub cache_dir: PathBuf,
     #[command(flatten)]
     pub hub: HubConfig,
