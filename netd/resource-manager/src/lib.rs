@@ -24,7 +24,7 @@
 //!
 //! ```
 //! use libp2p::PeerId;
-//! use resource_manager::{ResourceManager, memory::Purpose, streams::StreamBounds};
+//! use resource_manager::{ResourceManager, memory::MemoryPurpose, streams::StreamBounds};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() {
@@ -37,7 +37,7 @@
 //! let stream = manager.streams().admit(peer, "/example/1", bounds).expect("the first one");
 //!
 //! // It announces 1 MiB, which is read once there is room for it.
-//! let held = manager.ask(Purpose::Step, peer, 1 << 20).await;
+//! let held = manager.ask(MemoryPurpose::Step, peer, 1 << 20).await;
 //! // ... read and answer ...
 //! drop((held, stream));
 //! # }
