@@ -462,17 +462,17 @@ impl<G: Gpu> Cuda<G> {
 }
 
 /// Types without padding of which every pattern of bits is a value.
-trait Plain: Copy {}
-impl Plain for f32 {}
-impl Plain for u32 {}
+trait Word: Copy {}
+impl Word for f32 {}
+impl Word for u32 {}
 
 /// The bytes of `values`.
-fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
+fn bytes_of<T: Word>(values: &[T]) -> &[u8] {
     // SAFETY: `T` has no padding, and u8 needs no alignment.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
+fn bytes_of_mut<T: Word>(values: &mut [T]) -> &mut [u8] {
     // SAFETY: as above, and every pattern of bits is a `T`.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }

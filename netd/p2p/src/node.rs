@@ -75,11 +75,8 @@ impl P2p {
         for addr in &config.announce {
             swarm.add_external_address(addr.clone());
         }
-        let initial_peers: Vec<Multiaddr> = config
-            .initial_peers
-            .into_iter()
-            .filter(|addr| peer_of(addr) != Some(peer_id))
-            .collect();
+        let mut initial_peers = config.initial_peers;
+        initial_peers.retain(|addr| peer_of(addr) != Some(peer_id));
 
         let (commands, command_queue) = mpsc::channel(COMMAND_QUEUE);
         let (listening, listens) = oneshot::channel();
@@ -88,25 +85,22 @@ impl P2p {
         let (reachable_sender, reachable) = watch::channel(None);
         let (forwarded_sender, forwarded) = watch::channel((!asks_router).then_some(false));
         let (reconnected_sender, reconnected) = watch::channel(0);
-        let driver = NodeDriver::new(
-            swarm,
-            DriverParts {
-                commands: command_queue,
-                initial_peers: initial_peers.clone(),
-                listeners,
-                listening,
-                calls: Arc::clone(&calls),
-                limits: Arc::clone(&limits),
-                traversal: config.traversal,
-                announces: !config.announce.is_empty(),
-                relayed: relayed_sender,
-                reachable: reachable_sender,
-                forwarded: forwarded_sender,
-                reconnected: reconnected_sender,
-                traffic: Arc::clone(&traffic),
-            },
-        );
-        task::spawn(driver.run());
+        let parts = DriverParts {
+            commands: command_queue,
+            initial_peers: initial_peers.clone(),
+            listeners,
+            listening,
+            calls: Arc::clone(&calls),
+            limits: Arc::clone(&limits),
+            traversal: config.traversal,
+            announces: !config.announce.is_empty(),
+            relayed: relayed_sender,
+            reachable: reachable_sender,
+            forwarded: forwarded_sender,
+            reconnected: reconnected_sender,
+            traffic: Arc::clone(&traffic),
+        };
+        task::spawn(NodeDriver::new(swarm, parts).run());
         let node = Self {
             peer_id,
             commands,

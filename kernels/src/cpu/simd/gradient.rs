@@ -96,11 +96,16 @@ pub(in crate::cpu) fn linear_grad(
             Vectors::Plain => {}
         }
     }
-    let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
-    args.out[..rows * inputs].fill(0.0);
-    if let Format::Plain = args.weight.format() {
-        return plain_grad(isa, pool, args);
+    args.out[..args.rows * args.weight.inputs()].fill(0.0);
+    match args.weight.format() {
+        Format::Plain => plain_grad(isa, pool, args),
+        _ => quantized_grad(isa, pool, args),
     }
+}
+
+/// The gradient of a quantized matrix, [`STRIP`] outputs of which are widened at a time.
+fn quantized_grad(isa: Isa, pool: &mut ThreadPool, args: LinearGrad<'_, [f32], WeightView<'_>>) {
+    let (inputs, outputs, rows) = (args.weight.inputs(), args.weight.outputs(), args.rows);
     let out = Disjoint::new(&mut args.out[..rows * inputs]);
     let mut widened = vec![0.0; STRIP.min(outputs) * inputs];
     let weight = args.weight;
