@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 use p2p::{Multiaddr, P2p, P2pConfig, P2pError, PeerId, Protocol, Scope, Traversal};
 use parking_lot::{Mutex, MutexGuard};
-use shared::public_swarm;
 use swarm::dht::driver::{Dht, DhtConfig, DhtError};
 use swarm::dht::storage::StorageLimits;
+use swarm::public_swarm;
 use swarm::view::{self, ServerSpan};
 use swarm::wire::records::ServerState;
 

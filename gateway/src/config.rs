@@ -38,6 +38,7 @@ pub struct GatewayConfig {
     #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = PROTECTION)]
     pub tls_key: Option<PathBuf>,
     /// Origin of web pages that may call the API, such as https://chat.example.org; * for all
+    #[allow(rustdoc::bare_urls)]
     #[arg(id = "cors_origin", long = "cors_origin", value_name = "ORIGIN", help_heading = PROTECTION)]
     pub cors_origins: Vec<String>,
     /// Requests of one caller (API key, else IP address) in a minute [default: no limit]

@@ -96,7 +96,7 @@ const FLUSH_TIME: Duration = Duration::from_secs(1);
 /// Longest wait of a rank for anything but its group before it looks whether that was aborted.
 const ABORT_POLL: Duration = Duration::from_millis(50);
 
-/// What the control thread tells the executor. `L` is the [`Link`] of a worker that gets jobs from
+/// What the control thread tells the executor. `L` is the [`NetdLink`] of a worker that gets jobs from
 /// netd, or the [`ArenaLink`](crate::link::ArenaLink) of one that follows another.
 #[derive(Debug)]
 pub enum ExecutorCommand<L = NetdLink> {

@@ -11,7 +11,7 @@ use kernels::ops::convert;
 use model::BlockSpec;
 use model::manifest::Manifest;
 use shared::block::{BlockIndex, Span};
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use shared::ids::{JobId, PageId};
 use shared::job::{
@@ -97,7 +97,7 @@ impl Model {
         let modules = |seed| adapted_modules(config, seed);
         let config = PrepareConfig {
             dtype: Some(dtype),
-            quant_type: quant,
+            quant_type: QuantChoice::Named(quant),
             adapters: (0..adapters)
                 .map(|seed| {
                     let folder = dir.path().join(format!("adapter-{seed}"));

@@ -10,7 +10,7 @@ use kernels::{Cpu, KvPages, StepRow};
 use prepare::Inspected;
 use safetensors::tensor::Dtype;
 use shared::block::{BlockIndex, Span};
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use shared::ids::PageId;
 use testkit::configs::prepare_config;
@@ -76,7 +76,7 @@ fn a_loaded_span_takes_its_weights_as_stored_and_at_most_a_tenth_more() {
     {
         let config = PrepareConfig {
             dtype: Some(DType::Bf16),
-            quant_type,
+            quant_type: QuantChoice::Named(quant_type),
             ..prepare_config(&model, root.path().join("cache"))
         };
         let mut inspected = Inspected::new(&config).unwrap();

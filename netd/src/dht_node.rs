@@ -9,7 +9,7 @@ use p2p::{Keypair, P2pConfig, P2pError, Traversal, identity};
 use shared::config::values::{maddr, megabits, on_off, seconds};
 use shared::error_chain::with_causes;
 use shared::exit::ExitReason;
-use shared::public_swarm;
+use swarm::public_swarm;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};

@@ -25,6 +25,7 @@ use tracing::{info, warn};
 use crate::fatal::Fatal;
 use crate::membership::rate::{self, serve::Counterpart};
 use crate::membership::reachability::{self, Checker};
+use crate::network_rate;
 use crate::rpc::dispatch::Router;
 use crate::rpc::{self, Service};
 
@@ -159,7 +160,7 @@ pub async fn join(
         }
     }
     .map_err(|error| fatal(&error, init.generation))?;
-    p2p.relay_at(relay_bytes_per_s(config.relay_bits_per_s, NetworkRate::known(config)));
+    p2p.relay_at(relay_bytes_per_s(config.relay_bits_per_s, network_rate::known(config)));
     enter(p2p, inbound, &settings, service).await.map_err(|error| {
         let reason = first_time_config(init.generation);
         Fatal { reason, message: error.to_string() }

@@ -12,7 +12,6 @@ use shared::figures::{AnnouncedFigures, Announcement};
 use shared::limits::Limits;
 use shared::network::NetworkRate;
 use shared::survey::Capacity;
-use shared::throughput::{self, Rates, Reach, network_rps};
 use swarm::dht::driver::unix_now;
 use swarm::wire::records::{ServerInfo, ServerState};
 use tokio::task::{AbortHandle, JoinHandle};
@@ -25,6 +24,7 @@ use crate::join::Joined;
 use crate::membership::announce::{self, AnnounceConfig, ServerStatus};
 use crate::membership::rebalance::{self, without};
 use crate::pings::Neighbourhood;
+use crate::throughput::{self, Rates, Reach, network_rps};
 
 /// What is offered.
 #[derive(Clone, Debug)]

@@ -133,7 +133,7 @@ fn examine(options: &DoctorOptions) -> (Vec<Finding>, Vec<LiveServer>) {
     findings.push(Finding::new("instances", verdict.unwrap_or_else(late)));
     findings.push(Finding::new("port", port));
     let hub = hub.map(|hub| hub.wait().unwrap_or_else(Err));
-    let need = disk_need(&source, config.prepare.quant_type, hub.as_ref());
+    let need = disk_need(&source, config.prepare.quant_type.quant_type(), hub.as_ref());
     let cache = cache.wait().map(|facts| storage::judge(&facts, need));
     findings.push(Finding::new("cache folder", cache.unwrap_or_else(late)));
     findings.push(Finding::new("model", judge_model(&source, hub.as_ref())));

@@ -1,7 +1,7 @@
 //! `sepal plan`: what `sepal serve` would do with the same settings, before anything is fetched or
 //! loaded. The decision is that of `serve`: [`Memory::served`] and [`Memory::placements`] over a
 //! [`Survey`](shared::survey::Survey), and the throughput is what netd announces
-//! ([`shared::throughput`]). Only what is printed is decided here.
+//! ([`netd::throughput`]). Only what is printed is decided here.
 //!
 //! The survey is taken in this process by a function of package `prepare` that the caller gives:
 //! files from outside are parsed there, and a malformed one ends nothing but this command.
@@ -13,12 +13,13 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use model::survey::{CheckpointSource, FormatSurvey, ModelSurvey, SurveyFailure, SurveyRequest};
+use netd::network_rate;
+use netd::throughput::{Rates, Reach, announced, network_rps};
 use shared::block::{Span, longest_run};
 use shared::config::{Device, NetdConfig, QuantType, ServeConfig, SpanChoice, Throughput};
 use shared::exit::ExitReason;
 use shared::network::NetworkRate;
 use shared::survey::Capacity;
-use shared::throughput::{Rates, Reach, announced, network_rps};
 
 pub use report::{FormatPlan, GroupPlan, Plan, RateOrigin, VERSION};
 
@@ -81,7 +82,7 @@ fn make(mut config: ServeConfig, formats: &[QuantType]) -> Result<Plan, SurveyFa
         formats,
         choice: config.netd.span,
     })?;
-    Ok(plan(&config, &InstanceMemory::of(&config), &survey, NetworkRate::known(&config.netd)))
+    Ok(plan(&config, &InstanceMemory::of(&config), &survey, network_rate::known(&config.netd)))
 }
 
 /// What a run with these settings would serve in each surveyed format, `memory` being what it may
@@ -149,7 +150,7 @@ impl Planner<'_> {
             quant_type: format.quant_type.name().to_owned(),
             // One alone was named, or is that of a folder that was converted.
             is_default: self.survey.formats.len() == 1
-                || format.quant_type == self.config.prepare.quant_type,
+                || format.quant_type == self.config.prepare.quant_type.quant_type(),
             block_bytes: facts.block_bytes,
             kv_token_bytes: facts.kv_token_bytes() as u64,
             blocks,
@@ -198,7 +199,7 @@ impl Planner<'_> {
             Some(_) => {
                 let unlimited =
                     NetdConfig { max_upload_bits_per_s: None, ..self.config.netd.clone() };
-                NetworkRate::known(&unlimited)
+                network_rate::known(&unlimited)
             }
         };
         rate.bits_per_s.max(1.0)

@@ -16,7 +16,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::block::Span;
-pub use crate::dtype::QuantType;
+pub use crate::dtype::{QuantChoice, QuantType};
 use crate::sandbox::SandboxMode;
 use crate::warpgroups::Warpgroups;
 pub use device::{Device, UuidPrefix, processor, shown_uuid};
@@ -123,8 +123,6 @@ pub struct ServeConfig {
 pub struct AutomaticDevices {
     /// Compute threads of each worker.
     pub threads: Option<u32>,
-    /// How matrices are stored.
-    pub quant_type: Option<QuantType>,
 }
 
 /// Which blocks to serve.

@@ -84,6 +84,31 @@ impl QuantType {
     }
 }
 
+/// How matrices are to be stored, and who says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum QuantChoice {
+    /// The operator; a model that was converted to another type is refused.
+    Named(QuantType),
+    /// What suits the devices; a model that was converted stays as it is.
+    ByDevice(QuantType),
+}
+
+impl QuantChoice {
+    /// What was chosen.
+    pub fn quant_type(self) -> QuantType {
+        let (QuantChoice::Named(quant_type) | QuantChoice::ByDevice(quant_type)) = self;
+        quant_type
+    }
+
+    /// What the operator said.
+    pub fn named(self) -> Option<QuantType> {
+        match self {
+            QuantChoice::Named(quant_type) => Some(quant_type),
+            QuantChoice::ByDevice(_) => None,
+        }
+    }
+}
+
 fn expected_quant_types(_: &str) -> String {
     "expected none, int8 or nf4".to_owned()
 }

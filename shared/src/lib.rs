@@ -13,7 +13,6 @@ pub mod dtype;
 pub mod error_chain;
 pub mod exit;
 pub mod figures;
-pub mod file_lock;
 pub mod files;
 #[cfg(all(test, not(loom)))]
 mod fuzz;
@@ -23,13 +22,11 @@ pub mod limits;
 pub mod model;
 pub mod network;
 pub mod processor;
-pub mod public_swarm;
 pub mod role;
 pub mod sandbox;
 pub mod sanitize_text;
 pub mod shm;
 pub mod survey;
-pub mod throughput;
 #[cfg(test)]
 mod untried;
 pub mod warpgroups;

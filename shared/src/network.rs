@@ -1,27 +1,50 @@
-//! The network of this machine: the rate that was measured, which a file of the cache folder keeps,
-//! and the link of the default route. netd measures and writes; `sepal config` reads the same.
-//!
-//! The order in which a rate is taken, the first that there is: what the operator says
-//! (`--network_mbps`), what was measured, what Petals assumes. All but the first are at most the
-//! speed of the link ([`Link::speed_bits_per_s`]).
+//! What the network of this machine carries, and how that is known, as netd tells the supervisor.
 
-mod file;
-mod link;
-mod rate;
+use serde::{Deserialize, Serialize};
 
-use crate::config::{NetdConfig, Throughput};
+/// How a rate is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display)]
+pub enum RateSource {
+    /// The operator says so.
+    #[strum(to_string = "given by --network_mbps")]
+    Operator,
+    /// Bytes went to and from servers of the swarm.
+    #[strum(to_string = "measured with servers of the swarm")]
+    Peers,
+    /// Bytes went to and from the service that the operator named (`--network_test_url`).
+    #[strum(to_string = "measured with --network_test_url")]
+    Url,
+    /// The speed of the link, which is less than what was measured or assumed.
+    #[strum(to_string = "the speed of the link")]
+    Link,
+    /// What the operator allows (`--max_upload_mbps`), which is less than the rest.
+    #[strum(to_string = "given by --max_upload_mbps")]
+    Upload,
+    /// Nothing was measured.
+    #[strum(to_string = "assumed, nothing was measured yet")]
+    Assumed,
+}
 
-pub use file::RateFile;
-pub use link::NetworkLink;
-pub use rate::{ASSUMED_BITS_PER_S, NetworkRate, RateSource};
+/// What the network carries each way.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NetworkRate {
+    /// The slower way, in bits per second.
+    pub bits_per_s: f64,
+    /// How that is known.
+    pub source: RateSource,
+}
 
 impl NetworkRate {
-    /// What is known of the network without asking anybody, by these settings.
-    pub fn known(config: &NetdConfig) -> NetworkRate {
-        let link = NetworkLink::of_system();
-        let file = config.rates_dir.as_deref().map(RateFile::new);
-        let takes_kept = config.throughput == Throughput::Measure;
-        let kept = file.filter(|_| takes_kept).and_then(|file| file.kept(&link));
-        NetworkRate::of(config.link_bits_per_s, kept, &link).at_most(config.max_upload_bits_per_s)
+    /// The same, but no more than the operator lets this machine send.
+    pub fn at_most(self, upload_bits_per_s: Option<f64>) -> NetworkRate {
+        match upload_bits_per_s.filter(|most| *most < self.bits_per_s) {
+            Some(bits_per_s) => NetworkRate { bits_per_s, source: RateSource::Upload },
+            None => self,
+        }
+    }
+
+    /// Megabits per second, for people.
+    pub fn mbps(&self) -> f64 {
+        (self.bits_per_s / 1e4).round() / 1e2
     }
 }

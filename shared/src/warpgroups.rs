@@ -274,7 +274,7 @@ pub enum SampleLine {
     Samples(WarpgroupKernel),
     /// This kernel is launched next.
     Launches(String),
-    /// The sample of a kernel is done. The verdict is never [`Verdict::Failed`].
+    /// The sample of a kernel is done. The verdict is never [`SampleVerdict::Failed`].
     Found(WarpgroupKernel, SampleVerdict),
 }
 

@@ -20,7 +20,7 @@ mod verdict;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use shared::config::{AutomaticDevices, Device, ServeConfig, shown_uuid};
+use shared::config::{AutomaticDevices, Device, QuantChoice, ServeConfig, shown_uuid};
 use shared::control::{CudaDevice, CudaDevices};
 use shared::exit::ExitReason;
 use shared::processor::Processor;
@@ -55,7 +55,7 @@ pub fn choose(config: &mut ServeConfig) -> Result<(), String> {
     number(config)?;
     let folder = config.prepare.cache_dir.join("selftest");
     let limit = config.sample_timeout;
-    let Some(AutomaticDevices { threads: asked, quant_type }) = config.automatic.take() else {
+    let Some(AutomaticDevices { threads: asked }) = config.automatic.take() else {
         config.warpgroups = of_named(&folder, &config.devices, limit);
         return Ok(());
     };
@@ -78,9 +78,11 @@ pub fn choose(config: &mut ServeConfig) -> Result<(), String> {
     let default = Device::default_quant_type(&config.devices);
     let processor = Processor::of_worker(&config.worker.cpus);
     config.worker.threads = threads(asked, &config.devices, &processor);
-    config.prepare.quant_type = quant_type.unwrap_or(default);
+    if config.prepare.quant_type.named().is_none() {
+        config.prepare.quant_type = QuantChoice::ByDevice(default);
+    }
     let names: Vec<String> = config.devices.iter().map(Device::to_string).collect();
-    let (devices, quant_type) = (names.join(","), config.prepare.quant_type.name());
+    let (devices, quant_type) = (names.join(","), config.prepare.quant_type.quant_type().name());
     info!(
         devices,
         quant_type, "no device was named, serving on the CUDA devices that passed their test"

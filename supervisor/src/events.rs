@@ -1,4 +1,4 @@
-//! The poll loop: turns what happens into [`Event`]s for the tree and carries out its [`Action`]s.
+//! The poll loop: turns what happens into [`TreeEvent`]s for the tree and carries out its [`Action`]s.
 //! One thread; it never waits on one child. It sleeps in `poll` on
 //!
 //! - the signalfd of SIGINT, SIGTERM and SIGHUP, which are blocked for the whole process;

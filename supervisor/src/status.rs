@@ -1,5 +1,5 @@
-//! The socket on which an operator asks the supervisor: one [`Request`] as a line of JSON, answered
-//! with one [`Answer`] as JSON and the end of the stream. The socket lies in the instance's folder,
+//! The socket on which an operator asks the supervisor: one [`InstanceRequest`] as a line of JSON, answered
+//! with one [`InstanceAnswer`] as JSON and the end of the stream. The socket lies in the instance's folder,
 //! which is closed to other users.
 //!
 //! An answer is smaller than the socket's buffer, and a request is read as it comes, so the

@@ -236,7 +236,7 @@ impl Tree {
         out
     }
 
-    /// When [`Event::Tick`] is due at the latest.
+    /// When [`TreeEvent::Tick`] is due at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         let due = self.children().filter_map(|child| child.deadline(&self.policy.restart));
         let trials = [self.next_trial(), self.next_examination()].into_iter().flatten();

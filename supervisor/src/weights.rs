@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A manifest that prepare has written anew takes the place of the one that is open. The files stay
-//! locked ([`shared::hold`]) until the tree has no worker of the span any more.
+//! locked ([`model::file_lock::hold`]) until the tree has no worker of the span any more.
 
 use std::fs::File;
 use std::io;

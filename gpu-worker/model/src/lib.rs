@@ -11,6 +11,7 @@ pub mod client_tensors;
 pub mod cuts;
 mod error;
 mod family;
+pub mod file_lock;
 #[cfg(test)]
 mod fuzz;
 pub mod header;

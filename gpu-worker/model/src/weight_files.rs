@@ -1,7 +1,7 @@
 //! The files that hold the weights of a span, open. The supervisor opens them once and passes their
 //! descriptors to workers, whose restarts need no path: a folder that was renamed or deleted stays
 //! readable while it is open here. Each file is checked against its entry of the manifest and locked
-//! ([`shared::hold`]), so that no other instance deletes it to make room.
+//! ([`crate::file_lock::hold`]), so that no other instance deletes it to make room.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -130,7 +130,7 @@ pub fn check(file: &File, entry: &FileEntry) -> Result<(), WeightFileError> {
 fn open(entry: &FileEntry) -> Result<File, WeightFileError> {
     let file = shared::files::open_regular(&entry.path).map_err(failed("open", entry))?;
     check(&file, entry)?;
-    shared::file_lock::hold(&file, &entry.path).map_err(failed("lock", entry))?;
+    crate::file_lock::hold(&file, &entry.path).map_err(failed("lock", entry))?;
     Ok(file)
 }
 

@@ -13,7 +13,7 @@ use model::manifest::FileEntry;
 use serde::Deserialize;
 
 use crate::error::PrepareError;
-use shared::file_lock::hold;
+use model::file_lock::hold;
 
 /// Longest accepted index; that of a model with 126 blocks has a tenth of a megabyte.
 const MAX_INDEX_BYTES: u64 = 64 << 20;

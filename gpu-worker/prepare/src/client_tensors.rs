@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use model::client_tensors::client_tensors;
 use serde_json::Value;
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{HubConfig, PrepareConfig, QuantChoice, QuantType};
 
 use crate::error::PrepareError;
 pub use crate::hub::CLIENT_FILE;
@@ -49,8 +49,7 @@ pub fn folder(model: &Path, fetch: &FetchConfig) -> Result<ClientFolder, Prepare
     let config = PrepareConfig {
         model: name.clone().into_owned(),
         dtype: None,
-        quant_type: QuantType::None,
-        is_quant_named: false,
+        quant_type: QuantChoice::ByDevice(QuantType::None),
         adapters: Vec::new(),
         cache_dir: fetch.cache_dir.clone(),
         hub: fetch.hub.clone(),

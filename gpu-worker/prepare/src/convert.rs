@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use shared::block::{BlockIndex, Span};
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{HubConfig, PrepareConfig, QuantChoice, QuantType};
 use shared::control::{self, PrepareStage};
 use shared::dtype::{DType, dtype_or_auto};
 use shared::exit::ExitReason;
@@ -56,8 +56,7 @@ impl ConvertConfig {
         PrepareConfig {
             model: self.model.clone(),
             dtype: self.dtype,
-            quant_type: self.quant_type,
-            is_quant_named: true,
+            quant_type: QuantChoice::Named(self.quant_type),
             adapters: Vec::new(),
             cache_dir: self.cache_dir.clone(),
             hub: self.hub.clone(),

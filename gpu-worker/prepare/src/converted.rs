@@ -18,7 +18,7 @@ use crate::folder::{BlockFile, FolderRecord};
 use crate::progress::Watch;
 use crate::source::stored_bytes;
 use crate::store::{self, StorePlace, stored_form};
-use shared::file_lock::hold;
+use model::file_lock::hold;
 
 /// Quantized tensors begin with a cache line.
 const ALIGNMENT: u64 = 64;

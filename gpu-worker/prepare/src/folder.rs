@@ -185,10 +185,10 @@ impl FolderRecord {
             |why: String| refuse(format!("has a format that this build does not know: {why}"));
         let quant: QuantType = format.quant_type.parse().map_err(unknown)?;
         let dtype: DType = format.dtype.parse().map_err(|e| refuse(format!("{RECORD}: {e}")))?;
-        if config.is_quant_named && config.quant_type != quant {
+        if let Some(asked) = config.quant_type.named().filter(|asked| *asked != quant) {
             return Err(refuse(format!(
-                "was converted to {quant} and cannot be served as {}; leave --quant_type {} out, or give the original model",
-                config.quant_type, config.quant_type
+                "was converted to {quant} and cannot be served as {asked}; leave --quant_type {asked} out, or give the \
+                 original model"
             )));
         }
         if let Some(asked) = config.dtype.filter(|asked| *asked != dtype) {
@@ -223,6 +223,8 @@ pub fn ranges(numbers: impl IntoIterator<Item = u32>) -> String {
 mod tests {
     use testkit::configs::prepare_config;
 
+    use shared::config::QuantChoice::{self, ByDevice, Named};
+
     use super::*;
 
     fn record() -> FolderRecord {
@@ -235,8 +237,8 @@ mod tests {
         record
     }
 
-    fn config(quant_type: QuantType, is_quant_named: bool) -> PrepareConfig {
-        PrepareConfig { quant_type, is_quant_named, ..prepare_config("m", "/nowhere") }
+    fn config(quant_type: QuantChoice) -> PrepareConfig {
+        PrepareConfig { quant_type, ..prepare_config("m", "/nowhere") }
     }
 
     #[test]
@@ -269,18 +271,18 @@ mod tests {
         let folder = Path::new("/models/llama-nf4");
         let of = |config: &PrepareConfig| record().served_format(folder, 2, config);
         let nf4 = Some((QuantType::Nf4, DType::Bf16));
-        assert_eq!(of(&config(QuantType::None, false)).unwrap(), nf4);
-        assert_eq!(of(&config(QuantType::Nf4, true)).unwrap(), nf4);
-        let refused = of(&config(QuantType::Int8, true)).unwrap_err().to_string();
+        assert_eq!(of(&config(ByDevice(QuantType::None))).unwrap(), nf4);
+        assert_eq!(of(&config(Named(QuantType::Nf4))).unwrap(), nf4);
+        let refused = of(&config(Named(QuantType::Int8))).unwrap_err().to_string();
         for part in ["/models/llama-nf4", "converted to nf4", "--quant_type int8"] {
             assert!(refused.contains(part), "{refused}");
         }
-        let other = PrepareConfig { dtype: Some(DType::F16), ..config(QuantType::None, false) };
+        let other = PrepareConfig { dtype: Some(DType::F16), ..config(ByDevice(QuantType::None)) };
         assert!(of(&other).unwrap_err().to_string().contains("--torch_dtype float16"));
-        let newer = record().served_format(folder, 3, &config(QuantType::None, false));
+        let newer = record().served_format(folder, 3, &config(ByDevice(QuantType::None)));
         assert!(newer.unwrap_err().to_string().contains("layout 2"));
         let plain = FolderRecord::new("m".into(), 1, None);
-        assert_eq!(plain.served_format(folder, 2, &config(QuantType::Int8, true)).unwrap(), None);
+        assert_eq!(plain.served_format(folder, 2, &config(Named(QuantType::Int8))).unwrap(), None);
     }
 
     #[test]

@@ -108,7 +108,7 @@ impl Inspected {
             record,
             _held: Vec::new(),
         };
-        inspected.store_as(converted.map_or(config.quant_type, |(quant, _)| quant));
+        inspected.store_as(converted.map_or(config.quant_type.quant_type(), |(quant, _)| quant));
         Ok(inspected)
     }
 

@@ -26,7 +26,7 @@ use crate::disk_cache::touch;
 use crate::error::PrepareError;
 use crate::source::SourceTensor;
 use crate::temporary::remove_abandoned;
-use shared::file_lock::hold;
+use model::file_lock::hold;
 
 pub use check::check;
 

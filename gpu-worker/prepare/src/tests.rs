@@ -12,7 +12,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use shared::block::{BlockIndex, Span};
-use shared::config::{Device, PrepareConfig, QuantType, WorkerConfig};
+use shared::config::{Device, PrepareConfig, QuantChoice, QuantType, WorkerConfig};
 use shared::control::{FromPrepare, Role, ToPrepare};
 use shared::dtype::DType;
 use shared::exit::ExitReason;
@@ -122,7 +122,7 @@ fn checkpoints_of_torch_are_served_from_where_they_lie_and_hold_the_same_bytes()
 
 /// Outputs of block 0 for a few tokens, served as `quant`.
 fn outputs(place: &TinyModel, quant: QuantType) -> Vec<f32> {
-    let config = PrepareConfig { quant_type: quant, ..place.config.clone() };
+    let config = PrepareConfig { quant_type: QuantChoice::Named(quant), ..place.config.clone() };
     let mut inspected = Inspected::new(&config).unwrap();
     assert_eq!(inspected.facts.quant_type, quant);
     let manifest = inspected.make_ready(span(0, 1), |_| Ok(())).unwrap();
@@ -197,7 +197,8 @@ fn a_prepared_block_of_another_format_is_not_used() {
     }
     assert_eq!(place.prepared_files().len(), 3);
     let first = |quant_type| {
-        let config = PrepareConfig { quant_type, ..place.config.clone() };
+        let config =
+            PrepareConfig { quant_type: QuantChoice::Named(quant_type), ..place.config.clone() };
         let mut inspected = Inspected::new(&config).unwrap();
         let manifest = inspected.make_ready(span(0, 1), |_| Ok(())).unwrap();
         let tensors = &manifest.blocks[&0];

@@ -7,7 +7,7 @@ use std::fs;
 use blocks::SaveLevel;
 use prepare::Inspected;
 use shared::block::Span;
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use testkit::configs::prepare_config;
 
 use crate::training::Pass;
@@ -41,7 +41,7 @@ impl Loaded {
         let config = config_of(&model);
         let prepare = PrepareConfig {
             dtype: dtype.or(config["torch_dtype"].as_str().map(|name| name.parse().unwrap())),
-            quant_type,
+            quant_type: QuantChoice::Named(quant_type),
             adapters: adapters.iter().map(path).collect(),
             ..prepare_config(&model, &cache)
         };

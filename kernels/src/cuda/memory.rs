@@ -1,4 +1,4 @@
-//! Owned device memory. [`Pool`] caches freed memory by size class, so that a step that is no
+//! Owned device memory. [`MemoryPool`] caches freed memory by size class, so that a step that is no
 //! larger than earlier ones allocates nothing.
 //!
 //! Work on a device runs in one order. Memory may therefore be reused while work with it is still

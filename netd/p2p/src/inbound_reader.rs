@@ -100,7 +100,7 @@ impl InboundReader {
         reservation
     }
 
-    /// What frames are for from now on; [`Purpose::Unary`] at first.
+    /// What frames are for from now on; [`MemoryPurpose::Unary`] at first.
     pub fn set_purpose(&mut self, purpose: MemoryPurpose) {
         if self.purpose != purpose {
             self.purpose = purpose;

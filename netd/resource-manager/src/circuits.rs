@@ -1,6 +1,6 @@
 //! How fast this node relays for others on average: all circuits together. Peers that want more than
 //! there is get the same, however many circuits each has; what some leave is for the others. A circuit
-//! is a stream that a peer opens with the protocol [`HOP`]; what goes through it in both directions counts.
+//! is a stream that a peer opens with the protocol `HOP`; what goes through it in both directions counts.
 //!
 //! ```text
 //!   peer ── hop stream ── Pace ── relay (libp2p copies) ── stop stream ── destination

@@ -1,6 +1,6 @@
 //! How many connections there may be: inbound ones, in their handshake and afterwards, by IP net and by
 //! what their peer is worth; outbound ones and dials; all of one peer. The counting is pure
-//! ([`counts`]); the behaviour only feeds it.
+//! (`counts`); the behaviour only feeds it.
 //!
 //! It takes the place of `libp2p-connection-limits`, which remembers every PeerID that was ever connected.
 //!

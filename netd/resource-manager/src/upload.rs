@@ -1,5 +1,5 @@
 //! The limit of what a node sends to all its peers together (`--max_upload_mbps`): every byte of every
-//! connection but the first hundreds of its handshake goes through one [`Pacer`].
+//! connection but the first hundreds of its handshake goes through one `Pacer`.
 //!
 //! ```text
 //!   yamux of a connection ── poll_write ──> Limited ── ask ──> Pacer (one for the node)

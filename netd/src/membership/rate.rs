@@ -15,7 +15,7 @@
 //!
 //! A server that is asked ([`serve::Counterpart`]) lends bounded bytes and time to each peer, and
 //! to all of them in an hour. One that refuses is passed over; when nobody agrees it is tried again
-//! later, and until then the rate is what `shared::network` says.
+//! later, and until then the rate is what [`crate::network_rate`] says.
 //!
 //! # Discrepancies
 //! Petals asks speedtest.net. A service of the operator's choice can be named (`url`).

@@ -7,7 +7,6 @@ use shared::config::SpanChoice;
 use shared::control::NetdInit;
 use shared::limits::Limits;
 use shared::model::ModelFacts;
-use shared::network::NetworkRate;
 use shared::survey::Capacity;
 use swarm::view;
 use swarm::wire::records::{ModelInfo, ServerInfo, ServerState};
@@ -18,6 +17,7 @@ use crate::fatal::Fatal;
 use crate::join::Joined;
 use crate::membership::announce::AnnounceConfig;
 use crate::membership::placement;
+use crate::network_rate;
 use crate::rpc::PETALS_VERSION;
 
 /// Longest wait of a newcomer before it chooses blocks: twice the mean of Petals' servers, so that
@@ -73,7 +73,7 @@ pub async fn choose(init: &NetdInit, facts: &ModelFacts, joined: &Joined) -> Res
         config,
         throughput: init.config.throughput,
         standing: RecordUpdate {
-            network: NetworkRate::known(&init.config),
+            network: network_rate::known(&init.config),
             using_relay: joined.relayed_now(),
         },
         kept: Capacity::default(),

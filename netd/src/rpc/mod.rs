@@ -3,7 +3,7 @@
 //!
 //! Semantics follow `petals/server/handler.py` and `block_functions.py`. Everything that a peer
 //! sends is bounded: concurrent streams per protocol and peer by [`protocols`], frames by
-//! [`Service::max_request_bytes`], the bytes that they hold by [`p2p::Purpose`], batch, tokens and session
+//! [`Service::max_request_bytes`], the bytes that they hold by [`p2p::MemoryPurpose`], batch, tokens and session
 //! length by the model's limits, KV memory by admission, arena memory by its queue. Large
 //! requests wait in a queue that is fair among peers ([`admission_queue`]). What is not served as asked is counted by
 //! kind ([`ErrorCounts`]).

@@ -14,7 +14,7 @@ use p2p::P2p;
 use p2p::task;
 use shared::config::Throughput;
 use shared::control::{FromNetd, NetdInit};
-use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkRate, RateSource};
 use swarm::dht::driver::Dht;
 use tokio::time::{Instant, timeout};
 use tracing::info;
@@ -24,6 +24,7 @@ use super::{Daemon, Fatal};
 use crate::control::NetdOutbox;
 use crate::join;
 use crate::membership::{monitor, rate};
+use crate::network_rate::{self, NetworkLink, RateFile};
 use crate::offer::{Offer, RecordUpdate};
 
 /// Time between two announcements for the sake of what is told here. Tests wait for it.
@@ -188,7 +189,7 @@ impl Daemon {
         outbox: &NetdOutbox,
     ) {
         if let Some(rate) = rate {
-            let network = NetworkRate::of(None, Some(rate), &NetworkLink::of_system());
+            let network = network_rate::of(None, Some(rate), &NetworkLink::of_system());
             if network != self.readiness.network {
                 info!(mbps = network.mbps(), source = %network.source, "network rate");
             }

@@ -242,7 +242,7 @@ impl KvMemory {
     /// Takes for `peer` the pages that a session of it held under another netd.
     ///
     /// # Errors
-    /// [`Refusal`]; nothing is taken then.
+    /// [`PoolRefusal`]; nothing is taken then.
     pub fn retake(
         &self,
         peer: PeerId,

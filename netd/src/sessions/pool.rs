@@ -148,7 +148,7 @@ impl Pool {
     /// first of the span.
     ///
     /// # Errors
-    /// [`Refusal::Never`] and [`Refusal::BadBlock`].
+    /// [`PoolRefusal::Never`] and [`PoolRefusal::BadBlock`].
     pub fn check(&self, request: &KvRequest) -> Result<Vec<usize>, PoolRefusal> {
         let blocks = self.locals(&request.blocks)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
@@ -161,7 +161,7 @@ impl Pool {
     /// Takes what `request` asks for.
     ///
     /// # Errors
-    /// [`Refusal`]; nothing is taken then.
+    /// [`PoolRefusal`]; nothing is taken then.
     pub fn take(&mut self, request: &KvRequest) -> Result<Grant, PoolRefusal> {
         let blocks = self.check(request)?;
         let (asked, pages) = (request.token_blocks(), request.pages());
@@ -193,7 +193,7 @@ impl Pool {
     /// Takes these pages for `request`, whose session held them before.
     ///
     /// # Errors
-    /// [`Refusal::NotNow`] when they are not as many as `request` takes, not ascending, beyond the
+    /// [`PoolRefusal::NotNow`] when they are not as many as `request` takes, not ascending, beyond the
     /// pool or in use, and as [`Self::take`]; nothing is taken then.
     pub fn retake(&mut self, request: &KvRequest, pages: &[PageId]) -> Result<Grant, PoolRefusal> {
         let blocks = self.check(request)?;

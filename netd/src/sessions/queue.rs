@@ -113,7 +113,7 @@ impl WaitQueue {
     /// Grants `request` of `peer` now or never.
     ///
     /// # Errors
-    /// [`Refusal`], also when there is room but one that waits may not be passed any more.
+    /// [`PoolRefusal`], also when there is room but one that waits may not be passed any more.
     pub fn take_now(
         &mut self,
         peer: PeerId,
@@ -131,7 +131,7 @@ impl WaitQueue {
     /// Grants `request` of `peer` now or queues it.
     ///
     /// # Errors
-    /// [`Refusal::Never`] or [`Refusal::BadBlock`] when waiting cannot help, another when too many
+    /// [`PoolRefusal::Never`] or [`PoolRefusal::BadBlock`] when waiting cannot help, another when too many
     /// wait.
     pub fn take_or_wait(
         &mut self,
@@ -159,7 +159,7 @@ impl WaitQueue {
     /// granted: nobody waits then.
     ///
     /// # Errors
-    /// [`Refusal`]; nothing is taken then.
+    /// [`PoolRefusal`]; nothing is taken then.
     pub fn retake(
         &mut self,
         peer: PeerId,

@@ -108,7 +108,7 @@ pub struct TooLarge {
 /// How an arena of `total_bytes` is divided for hidden states of `row_bytes` per token.
 ///
 /// # Errors
-/// [`PlanError`] when it is too small for anything.
+/// `PlanError` when it is too small for anything.
 pub fn plan(total_bytes: u64, row_bytes: u64) -> Result<ArenaPlan, PlanError> {
     let slot_bytes = row_bytes.saturating_mul(SMALL_SLOT_ROWS).max(MIN_SMALL_SLOT_BYTES);
     let share = total_bytes / SHORT_SHARE;

@@ -27,7 +27,7 @@ pub const OUTPUT_GRADIENT: usize = 1;
 const PROMPT_GRADIENT: usize = PROMPTS + 1;
 
 /// A request for gradients with its route through the workers. Its slots are in `holds`, in the order
-/// of [`Gradients::sizes`].
+/// of [`GradientJob::sizes`].
 #[derive(Debug)]
 pub struct GradientJob {
     job: Job,

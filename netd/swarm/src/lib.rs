@@ -19,6 +19,7 @@
 pub mod dht;
 pub mod health;
 pub mod names;
+pub mod public_swarm;
 pub mod routing;
 pub mod view;
 pub mod wire;

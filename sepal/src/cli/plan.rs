@@ -36,9 +36,9 @@ pub fn resolve(
     notes: Vec<String>,
 ) -> Result<Box<PlanOptions>, String> {
     let config = serve::resolve(args.serve, env, QUIET_LOG)?;
-    let formats = match config.prepare.is_quant_named {
-        true => vec![config.prepare.quant_type],
-        false => vec![QuantType::None, QuantType::Int8, QuantType::Nf4],
+    let formats = match config.prepare.quant_type.named() {
+        Some(quant_type) => vec![quant_type],
+        None => vec![QuantType::None, QuantType::Int8, QuantType::Nf4],
     };
     Ok(Box::new(PlanOptions { config, formats, json: args.json, notes }))
 }

@@ -2,8 +2,8 @@
 //! reads.
 
 use clap::{Arg, ArgAction, Command};
+use netd::network_rate;
 use shared::config::{ServeConfig, SpanChoice, Throughput};
-use shared::network::NetworkRate;
 
 use super::layers::{Layered, Origin, is_of_command_line, is_switch};
 
@@ -108,7 +108,7 @@ fn in_force(id: &str, config: &ServeConfig) -> String {
     if id == "quant_type" {
         return match config.automatic {
             Some(_) => "; nf4 on CUDA devices, none on the CPU".to_owned(),
-            None => format!("; in force: {}", config.prepare.quant_type.name()),
+            None => format!("; in force: {}", config.prepare.quant_type.quant_type().name()),
         };
     }
     if id == "network_mbps" && matches!(netd.throughput, Throughput::Fixed(_)) {
@@ -117,7 +117,7 @@ fn in_force(id: &str, config: &ServeConfig) -> String {
     if id != "network_mbps" {
         return String::new();
     }
-    let rate = NetworkRate::known(netd);
+    let rate = network_rate::known(netd);
     format!("; in force: {} ({})", rate.mbps(), rate.source)
 }
 

@@ -1,12 +1,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use netd::network_rate::{self, NetworkLink, RateFile};
 use shared::block::Span;
 use shared::config::{
-    Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantType, ServeConfig,
-    SpanChoice, Throughput,
+    Compression, Device, FaultAction, FaultPlan, FaultPoint, KvMirror, QuantChoice, QuantType,
+    ServeConfig, SpanChoice, Throughput,
 };
-use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkRate, RateSource};
 use supervisor::cache_folder::own_folder;
 
 use super::*;
@@ -155,7 +156,7 @@ fn what_petals_does_and_this_version_does_not_is_refused_in_a_sentence() {
         [("none", QuantType::None), ("int8", QuantType::Int8), ("NF4", QuantType::Nf4)]
     {
         let config = serve(&format!("m --quant_type {name}"));
-        assert_eq!(config.prepare.quant_type, wanted);
+        assert_eq!(config.prepare.quant_type, QuantChoice::Named(wanted));
     }
     for (line, wanted) in [
         ("m", Compression::None),
@@ -408,20 +409,25 @@ fn matrices_are_nf4_on_cuda_unless_said_otherwise() {
         ("m --device cuda:0 --quant_type int8", Int8),
     ] {
         let config = serve(line);
-        assert_eq!((config.prepare.quant_type, config.automatic), (expected, None), "{line}");
+        assert_eq!(
+            (config.prepare.quant_type.quant_type(), config.automatic),
+            (expected, None),
+            "{line}"
+        );
     }
 }
 
 #[test]
 fn without_a_device_what_was_asked_for_is_kept_until_there_is_one() {
-    use shared::config::{AutomaticDevices, QuantType};
+    use shared::config::AutomaticDevices;
     let config = serve("m");
     assert_eq!(config.automatic, Some(AutomaticDevices::default()));
-    assert_eq!((config.devices, config.prepare.quant_type), (vec![Device::Cpu], QuantType::None));
+    let by_device = QuantChoice::ByDevice(QuantType::None);
+    assert_eq!((config.devices, config.prepare.quant_type), (vec![Device::Cpu], by_device));
     let config = serve("m --threads 3 --quant_type int8");
-    let asked = AutomaticDevices { threads: Some(3), quant_type: Some(QuantType::Int8) };
-    assert_eq!(config.automatic, Some(asked));
-    assert_eq!((config.worker.threads, config.prepare.quant_type), (3, QuantType::Int8));
+    assert_eq!(config.automatic, Some(AutomaticDevices { threads: Some(3) }));
+    let int8 = QuantChoice::Named(QuantType::Int8);
+    assert_eq!((config.worker.threads, config.prepare.quant_type), (3, int8));
 }
 
 #[test]

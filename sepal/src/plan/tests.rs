@@ -47,7 +47,7 @@ fn planned(flags: &str, mib: u64, survey: &ModelSurvey) -> Plan {
     plan(&config, &memory, survey, GIGABIT)
 }
 
-/// Rates of the worked example of Petals' formula (`shared::throughput`).
+/// Rates of the worked example of Petals' formula (`netd::throughput`).
 const KEPT: Capacity = Capacity { inference_rps: 500.0, forward_rps: 48_000.0 };
 
 #[test]

@@ -6,7 +6,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::values::size_bytes;
-use crate::dtype::{DType, QuantType, dtype_or_auto};
+use crate::dtype::{DType, QuantChoice, QuantType, dtype_or_auto};
 
 /// What prepare makes ready.
 #[derive(Clone, Debug, Serialize, Deserialize, Args)]
@@ -22,11 +22,8 @@ pub struct PrepareConfig {
     #[serde(rename = "torch_dtype")]
     pub dtype: std::option::Option<DType>,
     /// How matrices are to be stored.
-    #[arg(skip = QuantType::None)]
-    pub quant_type: QuantType,
-    /// Whether the operator named that; else a model that is stored in another way stays as it is.
-    #[arg(skip)]
-    pub is_quant_named: bool,
+    #[arg(skip = QuantChoice::ByDevice(QuantType::None))]
+    pub quant_type: QuantChoice,
     /// Folders of LoRA adapters in PEFT layout (adapter_config.json and
     /// adapter_model.safetensors); clients choose an adapter by the name given here
     // Or repositories of the Hub.

@@ -18,6 +18,7 @@ pub struct WorkerConfig {
     #[arg(skip)]
     pub cpus: Vec<u32>,
     /// A fault that each worker inflicts on itself: ACTION@POINT#JOB[xTIMES]
+    #[allow(rustdoc::broken_intra_doc_links)]
     #[arg(
         id = "inject_fault",
         long = "inject_fault",

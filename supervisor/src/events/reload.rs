@@ -31,8 +31,7 @@ const PARTS: [&str; 6] = ["netd", "worker", "prepare", "hub", "restart", "log"];
 const DERIVED: [&str; 2] = ["rates_dir", "measure_anew"];
 
 /// Fields beside those of their flag.
-const OF_FLAGS: [(&str, &str); 3] =
-    [("automatic", "device"), ("uuids", "device"), ("is_quant_named", "quant_type")];
+const OF_FLAGS: [(&str, &str); 2] = [("automatic", "device"), ("uuids", "device")];
 
 /// The flags of what differs between two readings of the settings.
 pub fn changed(before: &ServeConfig, after: &ServeConfig) -> BTreeSet<String> {
@@ -128,7 +127,7 @@ impl TreeDriver<'_> {
 mod tests {
     use std::time::Duration;
 
-    use shared::config::SpanChoice;
+    use shared::config::{QuantChoice, SpanChoice};
 
     use super::*;
     use testkit::configs::serve_config;
@@ -142,7 +141,7 @@ mod tests {
         after.netd.span = SpanChoice::Count(2);
         after.netd.use_upnp = !before.netd.use_upnp;
         after.prepare.hub.is_plain_http_allowed = true;
-        after.prepare.is_quant_named = true;
+        after.prepare.quant_type = QuantChoice::Named(after.prepare.quant_type.quant_type());
         after.worker.measure_anew = true;
         after.file_limit += 1;
         let names: Vec<String> = changed(&before, &after).into_iter().collect();

@@ -164,9 +164,9 @@ pub enum Action {
     /// This worker has ended for good: its kv segment is of no more use.
     DropWorker(WorkerId),
     /// See whether workers of these blocks fit into memory beside the present ones, and say so with
-    /// [`Event::Room`].
+    /// [`TreeEvent::Room`].
     AskRoom(Span),
-    /// Test this device, and say what is wrong with it with [`Event::Examined`].
+    /// Test this device, and say what is wrong with it with [`TreeEvent::Examined`].
     Examine(Device),
     /// A child changed its state: show and log it.
     Show {

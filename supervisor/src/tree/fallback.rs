@@ -126,7 +126,7 @@ impl Tree {
         }
     }
 
-    /// Whether [`super::Event::Idle`] would change anything.
+    /// Whether [`super::TreeEvent::Idle`] would change anything.
     pub fn waits_for_idle(&self) -> bool {
         self.netd_awaits_idle()
             || self.moving.is_none() && self.groups.iter().any(WorkerGroup::may_return)

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use shared::config::{
-    Compression, Device, HubConfig, LogConfig, LogFormat, NetdConfig, PrepareConfig, QuantType,
-    RestartConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
+    Compression, Device, HubConfig, LogConfig, LogFormat, NetdConfig, PrepareConfig, QuantChoice,
+    QuantType, RestartConfig, ServeConfig, SpanChoice, Throughput, WorkerConfig,
 };
 use shared::sandbox::SandboxMode;
 
@@ -19,8 +19,7 @@ pub fn prepare_config(model: impl AsRef<Path>, cache_dir: impl AsRef<Path>) -> P
     PrepareConfig {
         model: model.as_ref().to_str().expect("UTF-8 path").to_owned(),
         dtype: None,
-        quant_type: QuantType::None,
-        is_quant_named: false,
+        quant_type: QuantChoice::ByDevice(QuantType::None),
         adapters: Vec::new(),
         cache_dir: cache_dir.as_ref().to_owned(),
         hub: HubConfig::default(),

@@ -4,7 +4,7 @@ use ::safetensors::tensor::Dtype;
 use blocks::map::MappedWeights;
 use serde_json::{Value, json};
 use shared::block::Span;
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::configs::prepare_config;
@@ -61,7 +61,7 @@ impl Trial {
 
     fn config(&self, adapters: &[&str], quant_type: QuantType) -> PrepareConfig {
         PrepareConfig {
-            quant_type,
+            quant_type: QuantChoice::Named(quant_type),
             adapters: adapters.iter().map(|a| (*a).to_owned()).collect(),
             ..prepare_config(self.root.path().join("tiny"), self.root.path().join("cache"))
         }

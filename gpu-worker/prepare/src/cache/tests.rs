@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use shared::block::Span;
-use shared::config::{HubConfig, PrepareConfig, QuantType};
+use shared::config::{HubConfig, PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::hub::{COMMIT, StandIn};
@@ -26,8 +26,7 @@ fn filled() -> Filled {
     let hub = StandIn::serve("org/tiny", model.path());
     let cache = tempfile::tempdir().unwrap();
     let config = PrepareConfig {
-        quant_type: QuantType::Nf4,
-        is_quant_named: true,
+        quant_type: QuantChoice::Named(QuantType::Nf4),
         ..hub.prepare_config("org/tiny", &cache)
     };
     ready(&config);

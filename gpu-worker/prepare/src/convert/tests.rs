@@ -1,6 +1,6 @@
 use blocks::map::MappedWeights;
 use model::manifest::Manifest;
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::models::*;
@@ -40,8 +40,7 @@ impl Site {
     fn served(&self, asked: Option<QuantType>, span: Span) -> Result<Manifest, String> {
         let config = PrepareConfig {
             model: self.config.out.to_str().unwrap().to_owned(),
-            quant_type: asked.unwrap_or(QuantType::None),
-            is_quant_named: asked.is_some(),
+            quant_type: asked.map_or(QuantChoice::ByDevice(QuantType::None), QuantChoice::Named),
             cache_dir: self.root.path().join("other-cache"),
             ..self.config.prepare()
         };

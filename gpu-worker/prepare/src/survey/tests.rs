@@ -1,7 +1,7 @@
 use std::path::Path;
 
 use model::manifest::Manifest;
-use shared::config::{PrepareConfig, QuantType};
+use shared::config::{PrepareConfig, QuantChoice, QuantType};
 use shared::dtype::DType;
 use tempfile::TempDir;
 use testkit::hub::StandIn;
@@ -79,7 +79,10 @@ fn a_survey_holds_what_prepare_makes_ready_in_every_format() {
     let survey = surveyed(&site.config, SpanChoice::Fixed(span(0, 1))).unwrap();
     assert_eq!(survey.blocks.len(), 1, "only the chosen blocks are looked at");
     for format in &survey.formats {
-        let config = PrepareConfig { quant_type: format.quant_type, ..site.config.clone() };
+        let config = PrepareConfig {
+            quant_type: QuantChoice::Named(format.quant_type),
+            ..site.config.clone()
+        };
         assert_eq!(ready(&config, span(0, 1)).model, format.survey.facts);
         assert_eq!(format.survey.devices.len(), 1);
     }

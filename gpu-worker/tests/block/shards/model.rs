@@ -7,7 +7,7 @@ use ::model::manifest::Manifest;
 use prepare::Inspected;
 use serde_json::json;
 use shared::block::Span;
-use shared::config::PrepareConfig;
+use shared::config::{PrepareConfig, QuantChoice};
 use testkit::configs::prepare_config;
 use testkit::models::{Tensors, word, write_model};
 
@@ -92,7 +92,7 @@ impl Model {
         let path = |name: &&str| golden_folder("adapters").join(name).to_str().unwrap().to_owned();
         let mut inspected = Inspected::new(&PrepareConfig {
             dtype: dtype.or(config_of(folder)["torch_dtype"].as_str().map(|d| d.parse().unwrap())),
-            quant_type: quant,
+            quant_type: QuantChoice::Named(quant),
             adapters: adapters.iter().map(path).collect(),
             ..prepare_config(folder, &cache)
         })

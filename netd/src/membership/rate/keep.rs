@@ -4,12 +4,13 @@
 use std::time::Duration;
 
 use p2p::P2p;
-use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkRate, RateSource};
 use swarm::dht::driver::Dht;
 use tokio::task::spawn_blocking;
 use tracing::{debug, warn};
 
 use super::{url, with_peers};
+use crate::network_rate::{NetworkLink, RateFile};
 
 /// Pauses after measurements that came to nothing, since there was nobody to measure with; the last
 /// is repeated.

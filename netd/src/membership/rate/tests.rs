@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use p2p::{CallError, Inbound, Multiaddr, P2p, P2pConfig, Protocol, ProtocolSpec};
-use shared::network::{NetworkLink, RateFile, RateSource};
+use shared::network::RateSource;
 use swarm::dht::driver::{Dht, DhtConfig};
 use swarm::dht::storage::StorageLimits;
 use tokio::sync::mpsc;
@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 use super::serve::Counterpart;
 use super::*;
 use crate::http::stand_in::{StandIn, answer};
+use crate::network_rate::{NetworkLink, RateFile};
 
 /// No wait is longer; nothing is asserted about it.
 const DEADLINE: Duration = Duration::from_secs(120);

@@ -3,11 +3,12 @@
 
 use p2p::P2p;
 use shared::config::Throughput;
-use shared::network::{NetworkLink, NetworkRate, RateFile, RateSource};
+use shared::network::{NetworkRate, RateSource};
 use tokio::sync::oneshot;
 
 use super::*;
 use crate::http::stand_in::{StandIn, answer};
+use crate::network_rate::{self, NetworkLink, RateFile};
 use crate::rpc::tests::rig::HIDDEN;
 
 fn span() -> Span {
@@ -19,7 +20,7 @@ fn rps(network: NetworkRate) -> f64 {
 }
 
 fn assumed() -> f64 {
-    rps(NetworkRate::of(None, None, &NetworkLink::of_system()))
+    rps(network_rate::of(None, None, &NetworkLink::of_system()))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -56,7 +57,7 @@ async fn the_network_is_measured_with_others_and_announced_and_kept() {
     let link = NetworkLink::of_system();
     let measured = until_record(&node, &peer_id, |info| {
         let kept = file.kept(&link);
-        let network = kept.map(|kept| NetworkRate::of(None, Some(kept), &link));
+        let network = kept.map(|kept| network_rate::of(None, Some(kept), &link));
         let near = |one: f64, other: f64| (one / other - 1.0).abs() < 1e-9;
         let announced = network.zip(info.network_rps);
         announced.is_some_and(|(network, announced)| near(announced, rps(network)))

@@ -1,5 +1,5 @@
-//! One node of the DHT as a pure state machine: [`Node::on`] takes an [`Event`] and the time, and
-//! returns [`Action`]s. Source: `hivemind/dht/node.py` and `hivemind/dht/protocol.py`.
+//! One node of the DHT as a pure state machine: [`Node::on`] takes an [`DhtEvent`] and the time, and
+//! returns [`DhtAction`]s. Source: `hivemind/dht/node.py` and `hivemind/dht/protocol.py`.
 //!
 //! ```text
 //!  inbound request ──> answer at once (store, find, plain ping)
@@ -9,7 +9,7 @@
 //!  store ── lookup ──> rounds of calls to the nearest nodes until `REPLICAS` responded ──> Stored
 //! ```
 //!
-//! Invariants: every [`Action::Call`] is answered by one [`Event::Answered`] (the driver's timeout
+//! Invariants: every [`DhtAction::Call`] is answered by one [`DhtEvent::Answered`] (the driver's timeout
 //! sees to it), so every operation ends; every answer updates the routing table, a failed call removes
 //! the peer. A caller enters the table once it has answered a ping at the id that it claims
 //! (hivemind: at once).

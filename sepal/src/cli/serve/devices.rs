@@ -6,7 +6,7 @@
 //! `--tensor_parallel_size` makes several of the devices of `--device`, which Petals cannot.
 
 use clap::Args;
-use shared::config::{AutomaticDevices, Device, QuantType, ServeConfig, UuidPrefix};
+use shared::config::{AutomaticDevices, Device, QuantChoice, QuantType, ServeConfig, UuidPrefix};
 use shared::processor::{Processor, numbers, shown};
 use supervisor::placement::{self, MAX_DEVICES};
 
@@ -51,8 +51,8 @@ impl DeviceArgs {
         let listed =
             Devices::read(device.as_deref(), tensor_parallel_devices, self.tensor_parallel_size)?;
         let Devices { named, uuids, world_size } = listed;
-        let (threads, quant_type) = (*threads, *quant_type);
-        serve.automatic = named.is_none().then_some(AutomaticDevices { threads, quant_type });
+        let threads = *threads;
+        serve.automatic = named.is_none().then_some(AutomaticDevices { threads });
         serve.devices = named.unwrap_or_else(|| vec![Device::Cpu]);
         (serve.uuids, serve.world_size) = (uuids, world_size);
         serve.worker.cpus = cpus(self.cpus.as_deref())?;
@@ -60,8 +60,8 @@ impl DeviceArgs {
         check_nodes(&serve.devices, &processor)?;
         serve.worker.threads = placement::threads(threads, &serve.devices, &processor);
         let default = Device::default_quant_type(&serve.devices);
-        serve.prepare.quant_type = quant_type.unwrap_or(default);
-        serve.prepare.is_quant_named = quant_type.is_some();
+        serve.prepare.quant_type =
+            quant_type.map_or(QuantChoice::ByDevice(default), QuantChoice::Named);
         Ok(())
     }
 }

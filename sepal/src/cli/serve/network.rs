@@ -6,7 +6,7 @@ use clap::Args;
 use shared::block::Span;
 use shared::config::values::{on_off, seconds, share, size_bytes};
 use shared::config::{NetdConfig, SpanChoice, Throughput};
-use shared::public_swarm;
+use swarm::public_swarm;
 
 use crate::cli::ports::PortArgs;
 

@@ -96,18 +96,19 @@ fn the_network_is_measured_unless_the_operator_knows_better() {
         }
     };
     let link = NetworkLink::of_system();
-    let rate =
-        |bits_per_s, source| NetworkRate::of(None, Some(NetworkRate { bits_per_s, source }), &link);
+    let rate = |bits_per_s, source| {
+        network_rate::of(None, Some(NetworkRate { bits_per_s, source }), &link)
+    };
     let says = |text: String, rate: NetworkRate| {
         let expected =
             format!("# network_mbps is not set; in force: {} ({})", rate.mbps(), rate.source);
         assert!(text.contains(&expected), "{expected}: {text}");
     };
-    says(shown(""), NetworkRate::of(None, None, &link));
+    says(shown(""), network_rate::of(None, None, &link));
     let kept = rate(5e6, RateSource::Peers);
     RateFile::new(&rates).keep(&link, kept).unwrap();
     says(shown(""), kept);
-    says(shown("--throughput eval"), NetworkRate::of(None, None, &link));
+    says(shown("--throughput eval"), network_rate::of(None, None, &link));
     assert!(shown("--network_mbps 7").contains("network_mbps = 7 "));
     assert!(shown("--throughput 1").contains("network_mbps is not set; not needed"));
 }

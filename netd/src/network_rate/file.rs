@@ -8,9 +8,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use shared::files::EntryFile;
+use shared::network::NetworkRate;
+
 use super::link::NetworkLink;
-use super::rate::NetworkRate;
-use crate::files::EntryFile;
 
 /// How long a measurement holds.
 const LIFE: Duration = Duration::from_secs(7 * 86400);
@@ -84,8 +85,8 @@ fn unix_s() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rate::RateSource;
     use super::*;
+    use shared::network::RateSource;
 
     const PEERS: NetworkRate = NetworkRate { bits_per_s: 4e8, source: RateSource::Peers };
 

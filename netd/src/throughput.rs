@@ -3,8 +3,9 @@
 //! (`gpu-worker/model/src/rates.rs`); netd measures the network. Source:
 //! `petals/server/throughput.py`.
 
-use crate::config::Throughput;
-use crate::network::ASSUMED_BITS_PER_S;
+use shared::config::Throughput;
+
+use crate::network_rate::ASSUMED_BITS_PER_S;
 
 /// Share of the network's rate that is left behind a relay.
 const RELAY_SHARE: f64 = 0.2;
