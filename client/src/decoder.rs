@@ -9,7 +9,7 @@ use crate::chain::{Chain, ChainError};
 use crate::drafts::Drafts;
 use crate::grammar::{Grammar, GrammarError};
 use crate::head::Head;
-use crate::local::LocalModelError;
+use crate::local_layers::LocalModelError;
 use crate::report::GenerationReport;
 use crate::sampling::Sampler;
 use crate::states::Hidden;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use shared::dtype::DType;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::local::{LocalModel, LocalModelError};
+use crate::local_layers::{LocalModel, LocalModelError};
 
 /// Requests that wait; more wait with their callers.
 const QUEUE: usize = 256;

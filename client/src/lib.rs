@@ -16,7 +16,7 @@ pub mod grammar;
 pub mod head;
 pub mod history;
 pub mod load;
-pub mod local;
+pub mod local_layers;
 pub mod probe;
 pub mod report;
 pub mod sampling;

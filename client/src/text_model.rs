@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::config::LocalConfig;
 use crate::drafts::{DraftError, DraftModel, Drafts};
 use crate::head::Head;
-use crate::local::{LocalModel, LocalModelError};
+use crate::local_layers::{LocalModel, LocalModelError};
 use crate::text::{TextCodec, TextError};
 
 /// Threads for the head: one row times a matrix of tens to hundreds of megabytes.

@@ -3,7 +3,7 @@
 use kernels::Cpu;
 use shared::config::Device;
 use shared::processor::Seats;
-use shared::shm::local::prefer_node;
+use shared::shm::numa_memory::prefer_node;
 use tracing::warn;
 
 /// Has this thread, and the threads that it will start, run on the CPUs of `seats`, and take memory of the

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use crate::ops::fused::pair;
+use crate::ops::fused_ops::pair;
 use crate::ops::{
     Adapt, AdaptGrad, Adapter, Add, AddNorm, AppendAttention, Attention, AttentionGrad, Expert,
     Gated, Gather, Gelu, GeluGrad, JoinQkv, KvAppend, Layernorm, Linear, LinearGrad, Mixture,

@@ -11,7 +11,7 @@ use swarm::wire::uid::MAX_CHAIN;
 use crate::membership::{rate, reachability, rebalance};
 use crate::metrics::http;
 use crate::rpc::{self, dial_budget, inference, push_client, registry, request, resumption};
-use crate::sessions::{giving_way, queue, session, shares};
+use crate::sessions::{eviction, queue, session, shares};
 
 /// The bounds, in the order of the list.
 #[must_use]
@@ -60,7 +60,7 @@ fn sessions() -> Vec<Bound> {
         ),
         Bound::new(
             "silence of a session above its share while others want memory",
-            time(giving_way::MAX_SILENCE),
+            time(eviction::MAX_SILENCE),
             "it ends, the client opens it again",
         ),
         Bound::new(

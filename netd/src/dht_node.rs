@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::fatal::Fatal;
+use crate::fatal_error::Fatal;
 use crate::join::{self, Joined, NodeSettings, addresses};
 use crate::run::reactor;
 

@@ -22,7 +22,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::fatal::Fatal;
+use crate::fatal_error::Fatal;
 use crate::membership::rate::{self, serve::Counterpart};
 use crate::membership::reachability::{self, Checker};
 use crate::network_rate;

@@ -24,7 +24,7 @@ pub mod checkup;
 mod clock;
 mod control;
 pub mod dht_node;
-pub mod fatal;
+pub mod fatal_error;
 mod figures;
 mod http;
 pub mod join;

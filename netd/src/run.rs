@@ -6,18 +6,18 @@
 //!   WorkerUp* until the span is covered ─> Online           announced ONLINE, sessions are admitted
 //!   WorkerDown{restarting} ─> jobs wait, clients see a pause
 //!   WorkerDown{!restarting}, Unkillable ─> sessions on it fail; a WorkerUp of the same blocks ─> announced again
-//!   a move to other blocks ─> see `moving`
+//!   a move to other blocks ─> see `span_move`
 //!   Shrink ─> the blocks that are lost announced OFFLINE, the rest ONLINE; sessions on the rest go on
-//!   Pause, Resume ─> see `moving`
+//!   Pause, Resume ─> see `span_move`
 //!   Replace ─> clients are told or come back, running steps finish ─> exit 0, the next generation takes over
 //!   Drain ─> announced OFFLINE, running steps finish ─> exit 0
 //!   control channel closed ─> exit "parent gone"
 //! ```
 
 mod messages;
-mod moving;
 mod readiness;
 mod serving;
+mod span_move;
 
 use std::convert::Infallible;
 use std::os::fd::OwnedFd;
@@ -41,7 +41,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{debug, error, info, warn};
 
 use crate::control::{self, FromSupervisor, Inbox, NetdOutbox};
-use crate::fatal::Fatal;
+use crate::fatal_error::Fatal;
 use crate::figures;
 use crate::join::{self, Joined};
 use crate::membership::{coverage, rebalance};
@@ -60,8 +60,8 @@ use crate::workers::arena::{self, ArenaMemory};
 use crate::workers::link::Broken;
 use crate::workers::tally::Tally;
 use messages::{Messages, unexpected};
-use moving::{Coming, HoldOff, Leaving, MoveProgress};
 use readiness::Readiness;
+use span_move::{Coming, HoldOff, Leaving, MoveProgress};
 
 /// Threads of the reactor: RPCs of many peers on large machines, and never more than the workers
 /// can spare.

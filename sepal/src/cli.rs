@@ -9,10 +9,10 @@ mod defaults;
 mod dht;
 mod doctor;
 mod file;
-mod generated;
 mod hub;
 mod layers;
 mod log;
+mod man_pages;
 mod operate;
 mod plan;
 mod ports;
@@ -23,7 +23,7 @@ mod show;
 
 pub use command::Command;
 pub use doctor::DoctorOptions;
-pub use generated::{Generated, make};
+pub use man_pages::{Generated, make};
 pub use plan::PlanOptions;
 pub use reread::reread;
 

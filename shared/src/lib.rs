@@ -28,5 +28,5 @@ pub mod sanitize_text;
 pub mod shm;
 pub mod survey;
 #[cfg(test)]
-mod untried;
+mod test_skips;
 pub mod warpgroups;

@@ -13,10 +13,10 @@
 mod clients;
 mod compose;
 mod confine;
+mod display;
 mod examine;
 mod liveness;
 mod operator;
-mod present;
 mod reload;
 mod service;
 mod upgrade;

@@ -15,8 +15,8 @@
 //! a device that fails too often is put aside and tried again, see `quarantine`; or another takes its blocks over, see `fallback`
 //! ... of a group:  the devices that are left serve its blocks, see `remainder`
 //! nonsense in the rings of a worker (netd BrokenRings):  it is killed, and is to blame
-//! a move to other blocks:  see `moving`
-//! a pause:  see `pausing`; another executable of the supervisor:  see `upgrade`
+//! a move to other blocks:  see `span_move`
+//! a pause:  see `pause`; another executable of the supervisor:  see `upgrade`
 //! end:     netd drains, then the workers; who does not in time is killed
 //! ```
 //!
@@ -33,12 +33,12 @@ mod deaths;
 mod fallback;
 mod group;
 mod messages;
-mod moving;
-mod pausing;
+mod pause;
 mod quarantine;
 mod remainder;
 mod serving;
 mod shutdown;
+mod span_move;
 mod upgrade;
 
 use std::time::{Duration, Instant};
@@ -56,8 +56,8 @@ pub use action::{Action, Down, Init, Order, Policy, TreeEvent, Up};
 pub use child::{Beat, ChildId, ExitStatus, Lifecycle};
 use child::{Child, Next};
 use group::{Worker, WorkerGroup};
-use moving::Move;
 use shutdown::{Ending, SHORT_DRAIN};
+use span_move::Move;
 use upgrade::Replacing;
 
 use crate::placement::DeviceShare;

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use client::chain::Chain;
-use client::local::LocalModel;
+use client::local_layers::LocalModel;
 use client::states::Hidden;
 
 use super::Sepal;

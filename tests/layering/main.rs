@@ -384,6 +384,13 @@ fn a_type_name_stands_for_two_types_at_most() {
 }
 
 #[test]
+fn a_module_is_named_by_a_noun() {
+    let sources = sources();
+    let found = names::unspeaking_modules(&sources);
+    assert!(found.is_empty(), "say what these modules hold: {found:#?}");
+}
+
+#[test]
 fn the_composition_root_is_small_and_has_no_modules() {
     let main = sources().into_iter().find(|s| s.path == "sepal/src/commands.rs");
     let main = main.expect("the composition root");

@@ -38,3 +38,82 @@ fn definitions_are_found_and_mentions_are_not() {
     assert_eq!(found.keys().copied().collect::<Vec<_>>(), ["Row"]);
     assert_eq!(found["Row"], BTreeSet::from(["a/one.rs", "b/other.rs"]));
 }
+
+/// Participles that are nouns of the field.
+const NOUNS: [&str; 19] = [
+    "blocking",
+    "embedding",
+    "feed",
+    "fuzzing",
+    "layering",
+    "logging",
+    "need",
+    "packing",
+    "rating",
+    "ring",
+    "routing",
+    "sampling",
+    "serving",
+    "sharing",
+    "sizing",
+    "staging",
+    "timing",
+    "training",
+];
+
+/// Adjectives and other words that do not say what a module holds.
+const UNSPEAKING: [&str; 24] = [
+    "aside",
+    "dialable",
+    "fair",
+    "fatal",
+    "held",
+    "hold",
+    "known",
+    "local",
+    "misc",
+    "moment",
+    "new",
+    "old",
+    "other",
+    "present",
+    "quiet",
+    "ready",
+    "resident",
+    "small",
+    "standing",
+    "steady",
+    "temporary",
+    "unary",
+    "util",
+    "utils",
+];
+
+/// Whether a module's name ends in a word that is no noun: an adjective or a participle.
+fn is_unspeaking(module: &str) -> bool {
+    let last = module.rsplit('_').next().unwrap_or(module);
+    let is_participle = last.ends_with("ed") || last.ends_with("ing");
+    (is_participle && !NOUNS.contains(&last)) || UNSPEAKING.contains(&last)
+}
+
+/// Files of modules whose name, or that of a module above, is no noun. Names of crates are not asked.
+pub fn unspeaking_modules(sources: &[Source]) -> BTreeSet<&str> {
+    let is_offender = |source: &&Source| {
+        let inside = source.path.split_once("src/").map_or("", |(_, inside)| inside);
+        !is_of_tests(&source.path) && inside.trim_end_matches(".rs").split('/').any(is_unspeaking)
+    };
+    sources.iter().filter(is_offender).map(|source| source.path.as_str()).collect()
+}
+
+#[test]
+fn adjectives_and_participles_are_told_from_nouns() {
+    for name in ["moving", "stored", "shared_and_held", "small", "string_util"] {
+        assert!(is_unspeaking(name), "{name}");
+    }
+    for name in ["peer_routing", "feed", "stall_timeout", "fused_ops", "pause"] {
+        assert!(!is_unspeaking(name), "{name}");
+    }
+    let paths = ["shared/src/ring.rs", "a/src/moving/step.rs", "a/src/moving/tests.rs"];
+    let all = paths.map(|path| Source::new(path, ""));
+    assert_eq!(unspeaking_modules(&all), BTreeSet::from(["a/src/moving/step.rs"]));
+}

@@ -9,7 +9,7 @@ use client::chain::Chain;
 use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
 use client::head::Head;
-use client::local::LocalModel;
+use client::local_layers::LocalModel;
 use client::report::GenerationReport;
 use client::sampling::{Sampler, SamplingConfig};
 

@@ -7,7 +7,7 @@ use crate::harness::rights::may_look_into_children;
 use crate::harness::session::join;
 use crate::harness::{Sepal, wait_for};
 use client::chain::Chain;
-use client::local::LocalModel;
+use client::local_layers::LocalModel;
 use client::states::Hidden;
 use nix::sys::signal::{Signal, kill};
 

@@ -15,7 +15,7 @@ use tokenizers::Tokenizer;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::checkpoint::{Checkpoint, CheckpointMatrix};
-use crate::local::{LocalModel, LocalModelError};
+use crate::local_layers::{LocalModel, LocalModelError};
 use crate::sampling::argmax;
 
 /// Texts that wait for the model.

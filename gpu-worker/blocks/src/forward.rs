@@ -25,14 +25,14 @@ use super::adapters::adapted;
 use super::rope;
 use super::weights::{BlockWeights, GatedWeights, Linear, MlpWeights, NormWeights, QkvWeights};
 
-mod joined;
+mod block_pass;
 mod keys;
 mod mlp;
 mod norms;
 mod products;
 mod workspace;
 
-use joined::Joined;
+use block_pass::Joined;
 pub use keys::keys;
 pub(super) use mlp::adapters_of;
 use products::{CutProduct, product};

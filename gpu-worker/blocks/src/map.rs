@@ -1,5 +1,5 @@
 //! Weights where they lie: the files that the manifest names, mapped read-only. A rank of a group
-//! copies what of its shard does not lie in one piece (`held.rs`), a worker on a NUMA node everything
+//! copies what of its shard does not lie in one piece (`tensor_part.rs`), a worker on a NUMA node everything
 //! ([`Keep`]); nothing else is ever copied.
 //! Pages of memory that hold weights belong to the page cache, so that a restarted worker finds
 //! them there, and several workers share them.
@@ -17,7 +17,7 @@
 )]
 
 pub mod guard;
-mod held;
+mod tensor_part;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -25,7 +25,6 @@ use std::fs::File;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 
-use held::HeldTensor;
 use kernels::WeightView;
 use model::manifest::{AdapterEntry, FileEntry, Manifest, TensorEntry};
 use model::shards::{Shard, Slice};
@@ -33,6 +32,7 @@ use model::weight_files::{self, WeightFileError, WeightFiles};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use shared::block::{BlockIndex, Span};
 use shared::config::QuantType;
+use tensor_part::HeldTensor;
 
 use crate::AdapterView;
 

@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use crate::error::PrepareError;
 use crate::progress::{PrepareProgress, Watch};
-use crate::temporary::is_being_written;
+use crate::temp_files::is_being_written;
 
 /// Left free on the disk (petals `utils/disk_cache.py`, `DEFAULT_MARGIN` of 1 GiB).
 const MARGIN_BYTES: u64 = 1 << 30;

@@ -15,7 +15,7 @@ use shared::model::ModelFacts;
 
 use crate::adapter::Adapter;
 use crate::checkpoint::{Checkpoint, read_bounded};
-use crate::converted::Converted;
+use crate::converted_folder::Converted;
 use crate::error::PrepareError;
 use crate::folder::FolderRecord;
 use crate::hub::{Hub, Weights};

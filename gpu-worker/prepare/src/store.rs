@@ -25,7 +25,7 @@ use shared::files::write_atomically;
 use crate::disk_cache::touch;
 use crate::error::PrepareError;
 use crate::source::SourceTensor;
-use crate::temporary::remove_abandoned;
+use crate::temp_files::remove_abandoned;
 use model::file_lock::hold;
 
 pub use check::check;

@@ -1,8 +1,8 @@
 //! CUDA devices, or the emulator: pages and hidden states in device memory.
 
 mod passes;
-mod recorded;
-mod resident;
+mod recordings;
+mod residency;
 mod states;
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use shared::shm::kv::KvMap;
 use tracing::warn;
 
 pub use passes::{CudaMemory, CudaPasses};
-pub use recorded::RecordedSteps;
+pub use recordings::RecordedSteps;
 pub use states::CudaStates;
 
 use super::{DeviceBackend, NOT_THERE, UnitLimits};

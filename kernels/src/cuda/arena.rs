@@ -10,9 +10,9 @@ use shared::shm::segment::OutOfBounds;
 
 use super::address::{Address, Floats};
 use super::gpu::{Gpu, GpuError};
+use super::host_memory::HostMemory;
 use super::memory::PooledMemory;
 use super::ops::convert;
-use super::registered::HostMemory;
 use super::{Cuda, OpError, check_len};
 
 /// Most bytes that are registered: they are pinned, so they take memory whether they are used or

@@ -136,7 +136,7 @@ impl<G: Gpu> Backend for Cuda<G> {
     }
 
     fn rope_append(&mut self, args: RopeAppend<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
-        ops::fused::rope_append(self, args)
+        ops::fused_launches::rope_append(self, args)
     }
 
     fn attention(&mut self, args: Attention<'_, Floats, Pages<'_>>) -> Result<(), OpError> {
@@ -181,7 +181,7 @@ impl<G: Gpu> Backend for Cuda<G> {
     }
 
     fn add_norm(&mut self, args: AddNorm<'_, Floats>) -> Result<(), OpError> {
-        ops::fused::add_norm(self, args)
+        ops::fused_launches::add_norm(self, args)
     }
 
     fn prompt_add(&mut self, args: PromptAdd<'_, Floats>) -> Result<(), OpError> {

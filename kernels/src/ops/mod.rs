@@ -10,7 +10,7 @@ pub mod attention;
 pub mod attention_grad;
 pub mod convert;
 pub mod experts;
-pub mod fused;
+pub mod fused_ops;
 pub mod gelu;
 pub mod gradient;
 pub mod kv_append;
@@ -30,7 +30,7 @@ pub use add::{Add, PromptAdd};
 pub use attention::{Alibi, Attention};
 pub use attention_grad::{AttentionGrad, Known};
 pub use experts::{Expert, ExpertAdapters, Mixture, MixtureWorkspace};
-pub use fused::{
+pub use fused_ops::{
     AddNorm, AppendAttention, Gated, NormedProducts, Product, Products, RopeAppend, SumPlace,
 };
 pub use gelu::{Gelu, GeluKind};

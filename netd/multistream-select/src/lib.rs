@@ -48,7 +48,7 @@ mod error;
 mod listener;
 mod message;
 mod message_io;
-mod negotiated;
+mod negotiated_stream;
 #[cfg(test)]
 mod pipe;
 #[cfg(test)]
@@ -59,7 +59,7 @@ pub use self::{
     error::{NegotiationError, ProtocolError},
     listener::{ListenerSelectFuture, MAX_PROPOSALS, listener_select_proto},
     message::MAX_MESSAGE_BYTES,
-    negotiated::{Negotiated, NegotiatedComplete},
+    negotiated_stream::{Negotiated, NegotiatedComplete},
 };
 
 /// How a dialer negotiates. Both are the same on the wire; a listener need not know.

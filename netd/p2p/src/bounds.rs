@@ -19,7 +19,7 @@ use resource_manager::{
 
 use super::{
     config::ProtocolSpec, frame::DEFAULT_MAX_FRAME_BYTES, limits::*, muxer::MAX_ARRIVED,
-    unary::MAX_UNARY_BYTES,
+    unary_call::MAX_UNARY_BYTES,
 };
 
 /// The bounds of a node, whatever it serves.

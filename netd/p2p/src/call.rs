@@ -19,7 +19,7 @@ use super::{
     rpc_streams::OpenStream,
     serve,
     traffic::Stream,
-    unary,
+    unary_call,
 };
 use crate::task;
 
@@ -39,7 +39,7 @@ impl P2p {
     ) -> BoxFuture<'_, Result<Bytes, CallError>> {
         Box::pin(async move {
             let call_id = uuid::Uuid::new_v4().into_bytes();
-            let request = unary::encode_request(call_id, peer, protocol, data)?;
+            let request = unary_call::encode_request(call_id, peer, protocol, data)?;
             let deadline = Instant::now() + timeout;
             let _guard = self.calls.begin(peer);
             let call = async {
@@ -52,7 +52,7 @@ impl P2p {
                     _ => {}
                 }
                 // Our direction stays open until the answer is here: closing it would cancel the call.
-                let answer = unary::read_response(&mut stream, call_id, protocol).await;
+                let answer = unary_call::read_response(&mut stream, call_id, protocol).await;
                 drop(serve::close(&mut stream).await);
                 answer
             };

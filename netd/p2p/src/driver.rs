@@ -40,7 +40,7 @@ use super::{
     traffic::Traffic,
 };
 
-mod dialable;
+mod reachability;
 
 /// What handles ask of the swarm.
 #[derive(Debug)]

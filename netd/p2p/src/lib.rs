@@ -49,7 +49,7 @@ pub mod task;
 mod tests;
 mod traffic;
 mod transport;
-mod unary;
+mod unary_call;
 
 pub use libp2p::{Multiaddr, PeerId, identity::Keypair, multiaddr::Protocol};
 pub use resource_manager::{
@@ -73,5 +73,5 @@ pub use self::{
     node::P2p,
     serve::{Inbound, InboundStream, InboundWriter, UnaryResponder},
     traffic::{PathFigures, TrafficFigures},
-    unary::MAX_UNARY_BYTES,
+    unary_call::MAX_UNARY_BYTES,
 };

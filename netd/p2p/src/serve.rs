@@ -25,7 +25,7 @@ use super::{
         WRITE_STALL_TIMEOUT,
     },
     traffic::Stream,
-    unary::{self, UnaryError},
+    unary_call::{self, UnaryError},
 };
 use crate::task;
 
@@ -66,7 +66,7 @@ pub(super) async fn accept(
             let limits = Arc::clone(permit.limits());
             let reserve = |bytes| limits.resources().ask(MemoryPurpose::Unary, peer, bytes);
             let mut reader = StallTimeout::new(&mut stream, UNARY_STALL_TIMEOUT);
-            let request = unary::read_request(&mut reader, reserve);
+            let request = unary_call::read_request(&mut reader, reserve);
             let request = timeout(UNARY_REQUEST_TIMEOUT, request);
             let (request, held) = match request.await {
                 Ok(Ok(request)) => request,
@@ -117,12 +117,12 @@ impl UnaryResponder {
     /// the caller gets an error that says so. [`CallError::Closed`] if the caller has gone.
     pub async fn respond(mut self, outcome: Result<Bytes, String>) -> Result<(), CallError> {
         let mut too_large = Ok(());
-        let message = match unary::encode_response(self.call_id.clone(), outcome) {
+        let message = match unary_call::encode_response(self.call_id.clone(), outcome) {
             Ok(message) => message,
             Err(error) => {
                 let text = format!("ValueError('{error}')");
                 too_large = Err(error);
-                unary::encode_response(self.call_id, Err(text))?
+                unary_call::encode_response(self.call_id, Err(text))?
             }
         };
         let limits = self.permit.limits();

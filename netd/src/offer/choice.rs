@@ -13,7 +13,7 @@ use swarm::wire::records::{ModelInfo, ServerInfo, ServerState};
 use tracing::{info, warn};
 
 use super::{Offer, RecordUpdate};
-use crate::fatal::Fatal;
+use crate::fatal_error::Fatal;
 use crate::join::Joined;
 use crate::membership::announce::AnnounceConfig;
 use crate::membership::placement;

@@ -11,7 +11,7 @@ use swarm::wire::stream_parts::PartError;
 use swarm::wire::tensor::TensorError;
 
 use crate::sessions::admission::NoMemory;
-use crate::sessions::giving_way::MAX_SILENCE;
+use crate::sessions::eviction::MAX_SILENCE;
 use crate::sessions::table::TableError;
 use crate::workers::arena::TooLarge;
 use crate::workers::gradients::NoRoute;

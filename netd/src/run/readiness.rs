@@ -19,7 +19,7 @@ use swarm::dht::driver::Dht;
 use tokio::time::{Instant, timeout};
 use tracing::info;
 
-use super::moving::MoveProgress;
+use super::span_move::MoveProgress;
 use super::{Daemon, Fatal};
 use crate::control::NetdOutbox;
 use crate::join;

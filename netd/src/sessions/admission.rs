@@ -19,7 +19,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use self::holders::Holders;
-use super::giving_way::KvClaim;
+use super::eviction::KvClaim;
 use super::pool::{Grant, KvRequest, PoolRefusal};
 use super::queue::{Admission, Granted, Ticket, WaitQueue};
 
@@ -228,7 +228,7 @@ impl KvMemory {
     }
 
     /// Where there is no memory for `request` of `peer` now: tells silent sessions to end that hold
-    /// more than their fair share ([`super::giving_way`]). Whether memory is about to come free.
+    /// more than their fair share ([`super::eviction`]). Whether memory is about to come free.
     pub fn make_room(&self, peer: PeerId, request: &KvRequest) -> bool {
         let mut state = self.inner.state.lock();
         let (pool, net_of) = (state.queue.pool(), state.queue.net_of().clone());

@@ -1,4 +1,4 @@
-//! Permits of large requests: only so many are with the workers at once, and [`super::fair`] says
+//! Permits of large requests: only so many are with the workers at once, and [`super::fair_queue`] says
 //! whose is next. Decode steps need no permit: they are small, and the workers batch them.
 
 use std::collections::HashMap;
@@ -8,7 +8,7 @@ use p2p::PeerId;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::fair::{FairQueue, Ticket};
+use super::fair_queue::{FairQueue, Ticket};
 
 /// A number of permits. Cheap to clone.
 #[derive(Clone, Debug)]

@@ -3,24 +3,24 @@
 //! socket, no task.
 //!
 //! ```text
-//!   admission   who may hold KV memory, and who waits for it      (async driver over queue)
-//!   queue       order among those that wait                       pure
-//!   shares      how much of it one peer may take                pure
-//!   giving_way  which silent sessions end for others            pure
-//!   pool        budget and pages of every block                   pure
-//!   table       page tables of one session, copy on write         pure
-//!   record      a session as bytes that outlive netd              pure
-//!   session     one session between its steps                     pure
-//!   fair        whose large request is computed next              pure
-//!   fair_permits  waits for that                                    (async driver over fair)
+//!   admission       who may hold KV memory, and who waits for it  (async driver over queue)
+//!   queue           order among those that wait                   pure
+//!   shares          how much of it one peer may take              pure
+//!   eviction        which silent sessions end for others          pure
+//!   pool            budget and pages of every block               pure
+//!   table           page tables of one session, copy on write     pure
+//!   session_record  a session as bytes that outlive netd          pure
+//!   session         one session between its steps                 pure
+//!   fair_queue      whose large request is computed next          pure
+//!   fair_permits    waits for that                                (async driver over fair_queue)
 //! ```
 
 pub mod admission;
-pub mod fair;
+pub mod eviction;
 pub mod fair_permits;
+pub mod fair_queue;
 #[cfg(test)]
 mod fuzz;
-pub mod giving_way;
 pub mod pool;
 pub mod pressure;
 pub mod queue;

@@ -8,7 +8,7 @@
 //! [`CLAIM_LIFE`] (Petals' clients never wait, they come again), and that fits into the
 //! share of its own peer. So a client that is alone never notices, and whoever holds more than its
 //! share gets no more until the others were served. What is held is taken away from silent sessions
-//! alone ([`super::giving_way`]).
+//! alone ([`super::eviction`]).
 //!
 //! Besides, no peer ever holds more than the operator's `--max_kv_share` of the budget.
 

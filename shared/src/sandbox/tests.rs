@@ -17,7 +17,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
 use super::*;
-use crate::untried::ignored;
+use crate::test_skips::ignored;
 
 const VARIABLE: &str = "SEPAL_TEST_SANDBOX";
 

@@ -26,7 +26,7 @@
 //! Nothing here is repaired. After any [`GroupError`] the process ends; the supervisor aborts the
 //! group, so that no rank waits for a dead one, and starts a new group over a new segment.
 //!
-//! Under `--cfg loom` the same code runs over `modelled` in the place of the mapped segment.
+//! Under `--cfg loom` the same code runs over `loom_map` in the place of the mapped segment.
 
 use std::io;
 
@@ -44,9 +44,9 @@ mod member;
 mod wait;
 
 #[cfg(loom)]
-mod modelled;
+mod loom_map;
 #[cfg(loom)]
-use modelled as map;
+use loom_map as map;
 
 #[cfg(not(loom))]
 pub use device::DeviceArea;

@@ -247,7 +247,7 @@ pub struct WorkPart {
     _reserved: [AtomicU64; 3],
 }
 
-/// Bytes that one process replaces now and then, and that others read whole ([`super::sequenced`]).
+/// Bytes that one process replaces now and then, and that others read whole ([`super::seqlock`]).
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Sequenced {

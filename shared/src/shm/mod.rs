@@ -24,7 +24,7 @@
 //! `unsafe` is allowed in this folder and `shared::bootstrap` only; every use is behind a safe
 //! interface.
 //!
-//! Under `--cfg loom` only [`ring`], [`group`], [`sequenced`] and what they need is compiled, over
+//! Under `--cfg loom` only [`ring`], [`group`], [`seqlock`] and what they need is compiled, over
 //! loom's atomics.
 #![allow(
     unsafe_code,
@@ -34,7 +34,7 @@
 pub mod group;
 pub mod layout;
 pub mod ring;
-pub mod sequenced;
+pub mod seqlock;
 mod sync;
 
 #[cfg(not(loom))]
@@ -46,7 +46,7 @@ pub mod doorbell;
 #[cfg(not(loom))]
 pub mod kv;
 #[cfg(not(loom))]
-pub mod local;
+pub mod numa_memory;
 #[cfg(not(loom))]
 pub mod pair;
 #[cfg(not(loom))]

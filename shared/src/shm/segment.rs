@@ -38,9 +38,9 @@ pub const NAME_PREFIX: &str = "sepal-";
 /// Longest name of a segment; a memfd allows 249 bytes.
 const MAX_NAME_BYTES: usize = 200;
 
-mod small;
+mod posix_segment;
 
-pub use small::{SmallSegment, remove_names};
+pub use posix_segment::{SmallSegment, remove_names};
 
 const SEALS: SealFlag =
     SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_SEAL);

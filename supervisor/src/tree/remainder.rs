@@ -21,7 +21,7 @@ use shared::ids::GroupId;
 use shared::model::ModelFacts;
 
 use super::group::{Assignment, Death, WorkerGroup};
-use super::moving::MoveStep;
+use super::span_move::MoveStep;
 use super::{Action, ChildId, Lifecycle, Next, SHORT_DRAIN, Tree};
 use crate::placement::{self, Placement};
 

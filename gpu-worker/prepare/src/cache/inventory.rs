@@ -12,7 +12,7 @@ use crate::error::PrepareError;
 use crate::folder::ranges;
 use crate::peek::open_quietly;
 use crate::store::FileIdentity;
-use crate::temporary::is_being_written;
+use crate::temp_files::is_being_written;
 
 /// Format of blocks as they were downloaded.
 pub const CHECKPOINT: &str = "checkpoint";

@@ -12,7 +12,7 @@ use model::BlockSpec;
 use model::sizing::RESIDENT_VALUES;
 use shared::job::{SlotRef, WorkKind};
 
-use super::resident::{Region, Resident};
+use super::residency::{Region, Resident};
 use super::states::is_aligned;
 use super::{CudaArena, CudaStates, NOT_THERE};
 use crate::device::host::{read, write};

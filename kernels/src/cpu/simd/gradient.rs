@@ -1,6 +1,6 @@
 //! Gradients of matrix products, norms and activations.
 //!
-//! A product with a transposed matrix of bfloat16 is in [`super::transposed`] where the machine has
+//! A product with a transposed matrix of bfloat16 is in [`super::transposed_pairs`] where the machine has
 //! products of pairs. Other products are summed over the rows of the matrix from first to last: by
 //! tiles of outer products ([`super::transposed_panels`]), or for few rows with the same bits here:
 //! every thread adds multiples of some rows, widened to f32, to its own columns. Of a plain matrix
@@ -24,7 +24,7 @@ use super::lanes::{LANES, dot, exp, mul_add, tree_sum};
 #[cfg(target_arch = "aarch64")]
 use super::neon::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::transposed::multiply;
+use super::transposed_pairs::multiply;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::transposed_panels;
 use super::{Isa, Scratch, Vectors, per_isa};

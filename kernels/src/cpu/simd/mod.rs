@@ -4,7 +4,7 @@
 //! isa                     instruction sets
 //! gemm/ attention/        dispatch, kernels, shapes          elementwise gradient   kernels
 //! amx/                    tiles of matrices: their instructions, and a model of them
-//! transposed/             gradient of products by bfloat16 pairs, in vectors and in AMX tiles
+//! transposed_pairs/       gradient of products by bfloat16 pairs, in vectors and in AMX tiles
 //! outer transposed_panels tiles of outer products in f32, gradient of products by them
 //! vector neon bf16 lanes line   vectors of each instruction set, plain lanes, cache lines
 //! ```
@@ -29,7 +29,7 @@ mod neon;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod outer;
 #[cfg(target_arch = "x86_64")]
-mod transposed;
+mod transposed_pairs;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod transposed_panels;
 mod vector;

@@ -12,9 +12,9 @@ use shared::shm::kv::KvMap;
 
 use crate::cuda::Cuda;
 use crate::cuda::gpu::{Gpu, GpuError};
+use crate::cuda::host_memory::HostMemory;
 use crate::cuda::memory::PooledMemory;
 use crate::cuda::pages::Outlet;
-use crate::cuda::registered::HostMemory;
 use crate::kv::{KvPages, PageLayout, StepRow, total_tokens};
 use crate::ops::OpError;
 

@@ -9,11 +9,11 @@ mod calls;
 mod error;
 pub mod graph;
 pub mod host;
+mod host_wait;
 pub mod images;
 pub mod probe;
 mod ring;
 mod sharing;
-mod waiting;
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -30,11 +30,11 @@ use super::address::Address;
 use super::gpu::{Gpu, GpuError, Launch, Properties, Pulse};
 use error::check;
 use host::RegisteredMemory;
+use host_wait::WaitPulse;
 use images::Kernels;
 use probe::NoCuda;
 pub use ring::StreamEvent;
 use ring::{HALF, Ring};
-use waiting::WaitPulse;
 
 /// One CUDA device.
 pub struct CudaDriver {

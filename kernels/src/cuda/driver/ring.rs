@@ -5,7 +5,7 @@ use super::calls as cu;
 
 use super::error::check;
 use super::host::Pinned;
-use super::waiting::WaitPulse;
+use super::host_wait::WaitPulse;
 use crate::cuda::gpu::GpuError;
 
 /// Bytes of each half of the ring: two hundred rows of hidden states of width 8192.

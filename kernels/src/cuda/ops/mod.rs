@@ -8,7 +8,7 @@ pub(crate) mod convert;
 pub(crate) mod exchange;
 pub(crate) mod experts;
 pub(crate) mod experts_grad;
-pub(crate) mod fused;
+pub(crate) mod fused_launches;
 pub(crate) mod gelu;
 pub(crate) mod kv_append;
 pub(crate) mod layernorm;

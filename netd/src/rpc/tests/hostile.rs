@@ -17,7 +17,7 @@ use swarm::wire::tensor::{WireDtype, dummy_tensor};
 use super::rig::*;
 use crate::clock::skip;
 use crate::rpc::Timeouts;
-use crate::sessions::giving_way::MAX_SILENCE;
+use crate::sessions::eviction::MAX_SILENCE;
 
 fn forward(tokens: usize) -> ExpertRequest {
     ExpertRequest {

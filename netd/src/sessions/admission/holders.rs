@@ -8,7 +8,7 @@ use p2p::{Net, PeerId};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::sessions::giving_way::{Holding, KvClaim, choose};
+use crate::sessions::eviction::{Holding, KvClaim, choose};
 
 /// All leases, by number.
 #[derive(Debug, Default)]
@@ -100,7 +100,7 @@ impl Holders {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sessions::giving_way::MAX_SILENCE;
+    use crate::sessions::eviction::MAX_SILENCE;
 
     fn is_notified(end: &Notify) -> bool {
         use futures::FutureExt;

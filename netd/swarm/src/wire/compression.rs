@@ -17,7 +17,7 @@
 //! PyTorch on several threads or with other vectors differs in the last bits of means and
 //! deviations.
 
-mod blockwise;
+mod blockwise_8bit;
 mod buckets;
 mod sums;
 
@@ -57,7 +57,7 @@ pub fn encode(
         (Compression::MeanStd16Bit, Some(&row)) if row > 0 => mean_std(&values, row),
         (Compression::Uniform8Bit, _) if !values.is_empty() => buckets::uniform(&values, dtype),
         (Compression::Quantile8Bit, _) if !values.is_empty() => buckets::quantile(&values),
-        (Compression::Blockwise8Bit, _) if !values.is_empty() => blockwise::encode(&values),
+        (Compression::Blockwise8Bit, _) if !values.is_empty() => blockwise_8bit::encode(&values),
         _ => {
             return Err(TensorError::BadShape {
                 shape: shape.to_vec(),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tracing::warn;
 
-use super::super::sequenced::{DoNotFit, Unreadable};
+use super::super::seqlock::{DoNotFit, Unreadable};
 use super::super::sync::Ordering;
 use super::{BoardView, BoardWriter};
 use crate::clock::monotonic_ns;

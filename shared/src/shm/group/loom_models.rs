@@ -7,7 +7,7 @@ use std::time::Duration;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::modelled::Shared;
+use super::loom_map::Shared;
 use super::*;
 use crate::ids::{Generation, GroupId, WorldSize};
 use crate::shm::ring::Armed;

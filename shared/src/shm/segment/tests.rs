@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use crate::untried::ignored;
+use crate::test_skips::ignored;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 

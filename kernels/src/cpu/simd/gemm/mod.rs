@@ -11,7 +11,7 @@
 //! On 64-bit ARM bfloat16 pairs are those of `bfdot`, where the processor has it; everything else is f32 in
 //! 16 lanes of NEON.
 //!
-//! Pairs multiply matrices whose arithmetic is bfloat16, in tiles on AMX ([`tiled`]). Every element of the output has one
+//! Pairs multiply matrices whose arithmetic is bfloat16, in tiles on AMX ([`tile_gemm`]). Every element of the output has one
 //! accumulator vector that walks the inputs from first to last, and one fixed tree that sums its
 //! lanes: the same bits in every tile, piece and thread ([`blocking`]). Products of many rows go over packed
 //! panels in vectors of the whole instruction set, with the same bits ([`panels`]).
@@ -30,7 +30,7 @@ mod panels;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) mod sources;
 #[cfg(target_arch = "x86_64")]
-mod tiled;
+mod tile_gemm;
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
@@ -255,7 +255,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
     /// Multiplies bfloat16 with the matrices from which `source` makes a source: in tiles where the
     /// instruction set has them, for any number of rows.
     #[cfg(target_arch = "x86_64")]
-    fn pairs<S: tiled::InPlace>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
+    fn pairs<S: tile_gemm::InPlace>(&mut self, source: impl Fn(WeightView<'w>) -> Option<S>) {
         let (inputs, rows) = (self.inputs, self.args.rows);
         match self.isa {
             Isa::Amx | Isa::AmxModel => {
@@ -264,7 +264,7 @@ impl<'w> LikeProducts<'_, '_, 'w> {
                 let (pool, panels) = (&mut *self.pool, &mut self.scratch.panels);
                 // SAFETY: the machine has `isa`, or the model has the tiles that it lacks; a view
                 // holds all rows of its shape.
-                unsafe { tiled::multiply(self.isa, pool, panels, from, &operands) };
+                unsafe { tile_gemm::multiply(self.isa, pool, panels, from, &operands) };
             }
             _ if tuning::pairs_take_panels(rows, inputs) => {
                 let from = Unpacked { x: self.args.x, rows, inputs };

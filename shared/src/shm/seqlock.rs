@@ -35,7 +35,7 @@ impl Sequenced {
         }
         let replacing = self.sequence.load(Ordering::Relaxed) | 1;
         self.sequence.store(replacing, Ordering::Relaxed);
-        // SYNC POINT sequenced.begin: a reader that sees one of the stores below sees the odd number or
+        // SYNC POINT seqlock.begin: a reader that sees one of the stores below sees the odd number or
         // a later one when it looks again; pairs with the fence in read().
         fence(Ordering::Release);
         self.len.store(bytes.len() as u64, Ordering::Relaxed);
@@ -44,7 +44,7 @@ impl Sequenced {
             padded[..chunk.len()].copy_from_slice(chunk);
             word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
         }
-        // SYNC POINT sequenced.end: publishes the bytes to the first load in read().
+        // SYNC POINT seqlock.end: publishes the bytes to the first load in read().
         self.sequence.store(replacing.wrapping_add(1), Ordering::Release);
         Ok(())
     }
@@ -55,7 +55,7 @@ impl Sequenced {
     /// [`Unreadable`]
     pub fn read(&self) -> Result<Vec<u8>, Unreadable> {
         for _ in 0..TRIES {
-            // SYNC POINT sequenced.end: after this load the bytes of that number are visible; pairs with
+            // SYNC POINT seqlock.end: after this load the bytes of that number are visible; pairs with
             // the last store in write().
             let sequence = self.sequence.load(Ordering::Acquire);
             if sequence % 2 == 1 {
@@ -67,7 +67,7 @@ impl Sequenced {
             let words = self.words.iter().take(len.min(FIGURES_BYTES).div_ceil(8));
             let mut bytes: Vec<u8> =
                 words.flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
-            // SYNC POINT sequenced.begin: had a word above come from a later write(), the load below
+            // SYNC POINT seqlock.begin: had a word above come from a later write(), the load below
             // would see another number; pairs with the fence in write().
             fence(Ordering::Acquire);
             if self.sequence.load(Ordering::Relaxed) == sequence {

@@ -13,7 +13,7 @@
 //! for both, whose second half waits for the operator.
 
 use super::group::Assignment;
-use super::moving::{Move, MoveStep};
+use super::span_move::{Move, MoveStep};
 use std::time::Duration;
 
 use super::*;
