@@ -10,5 +10,3 @@ pub mod placement;
 pub mod rate;
 pub mod reachability;
 pub mod rebalance;
-#[cfg(test)]
-mod simulation;
