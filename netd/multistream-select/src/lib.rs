@@ -4,7 +4,7 @@
 //! (`[patch.crates-io]` in the workspace manifest) and offers the same API. The reason for its
 //! existence: the stock crate refuses protocol names without a leading slash, and every RPC of
 //! hivemind and Petals has such a name (`DHTProtocol.rpc_ping`). Here any non-empty UTF-8 name
-//! without a line feed is a protocol.
+//! without a line feed is a protocol. `README.md` compares the two crates.
 //!
 //! # The protocol
 //!

@@ -7,6 +7,8 @@
 //!          └─ Substream, read and written by the tasks of the RPCs
 //! ```
 //!
+//! `muxer/README.md` says why the stock crate does not serve.
+//!
 //! Each stream that a peer opens counts with its first window in the pools of the peer, its net and the process ([`resource_manager::memory`]).
 //! What windows grow by counts there, too, and all windows of a connection together grow by no more than
 //! [`MAX_WINDOW_GROWTH_BYTES`](super::limits::MAX_WINDOW_GROWTH_BYTES).
