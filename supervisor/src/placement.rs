@@ -213,6 +213,7 @@ mod tests {
     use testkit::span;
 
     use super::*;
+    use testkit::processor::two_nodes;
 
     fn shares(rates: &[f64]) -> Vec<DeviceShare> {
         rates.iter().map(|&rate| DeviceShare { devices: vec![Device::Cpu], rate }).collect()
@@ -321,19 +322,6 @@ mod tests {
         assert_eq!(crowded(&one, 1), []);
         assert_eq!(crowded(&[Device::Cuda(0), Device::Cuda(1)], 2), []);
         assert_eq!(crowded(&[Device::Cpu; 2], 2), []);
-    }
-
-    /// Two nodes of eight and four cores, without hyper-threads.
-    fn two_nodes() -> Processor {
-        let folder = tempfile::tempdir().unwrap();
-        for (path, content) in
-            [("has_cpu", "0,3"), ("node0/cpulist", "0-7"), ("node3/cpulist", "8-11")]
-        {
-            let path = folder.path().join("node").join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, content).unwrap();
-        }
-        Processor::read(folder.path(), &(0..12).collect::<Vec<u32>>())
     }
 
     #[test]

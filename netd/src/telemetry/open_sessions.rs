@@ -1,10 +1,11 @@
 //! Open sessions. The oldest are shown one by one; all are counted.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use shared::block::BlockIndex;
 use shared::figures::{MAX_SESSIONS, SessionFigures};
 
@@ -59,18 +60,14 @@ impl OpenSessions {
             steps: AtomicU64::new(0),
             last_step_ns: AtomicU64::new(0),
         });
-        all.lock().insert(number, session.clone());
+        all.open.lock().insert(number, session.clone());
         ShownSession { all: all.clone(), number, session }
     }
 
     /// The oldest sessions, without their rates.
     pub(super) fn figures(&self) -> Vec<SessionFigures> {
-        let open = self.lock();
+        let open = self.open.lock();
         open.iter().take(MAX_SESSIONS).map(|(number, of)| of.figures(*number)).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<OpenSession>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -106,7 +103,7 @@ impl ShownSession {
 
 impl Drop for ShownSession {
     fn drop(&mut self) {
-        self.all.lock().remove(&self.number);
+        self.all.open.lock().remove(&self.number);
     }
 }
 

@@ -11,6 +11,7 @@ pub mod link;
 pub mod log;
 pub mod models;
 pub mod process;
+pub mod processor;
 pub mod skip;
 pub mod wide_models;
 

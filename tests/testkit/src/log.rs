@@ -1,9 +1,11 @@
 //! What a process writes to its log, read by a thread and watched by a test.
 
 use std::io::{BufRead, BufReader, Read};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Longest wait for a line or for an event: a guard against hanging, far beyond what a loaded
 /// machine needs.
@@ -32,7 +34,7 @@ impl ProcessLog {
         let sink = lines.clone();
         let reader = std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                sink.lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+                sink.lines.lock().push(line);
                 sink.grown.notify_all();
             }
         });
@@ -41,7 +43,7 @@ impl ProcessLog {
 
     /// Also after a panic that showed them.
     pub fn lines(&self) -> MutexGuard<'_, Vec<String>> {
-        self.lines.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lines.lock()
     }
 
     pub fn text(&self) -> String {
@@ -74,8 +76,7 @@ impl ProcessLog {
                 lines.join("\n")
             );
             // The end of the log wakes nobody.
-            let grown = self.lines.grown.wait_timeout(lines, LOOK_PERIOD);
-            lines = grown.unwrap_or_else(PoisonError::into_inner).0;
+            self.lines.grown.wait_for(&mut lines, LOOK_PERIOD);
         }
     }
 }

@@ -205,6 +205,7 @@ fn check_nodes(devices: &[Device], processor: &Processor) -> Result<(), String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use testkit::processor::two_nodes;
 
     fn read(device: &str, tensor_parallel: &str, size: u32) -> Result<Devices, String> {
         let listed: Vec<String> = tensor_parallel.split_whitespace().map(str::to_owned).collect();
@@ -267,19 +268,6 @@ mod tests {
         let refused = read("cuda:0,cuda:1,cpu,cpu", "", 2).unwrap_err();
         assert!(refused.starts_with("cpu cannot share blocks with cuda:0"), "{refused}");
         assert!(read("cuda:0,cpu,emu:3", "", 0).is_ok());
-    }
-
-    /// Two nodes of eight and four cores, without hyper-threads.
-    fn two_nodes() -> Processor {
-        let folder = tempfile::tempdir().unwrap();
-        for (path, content) in
-            [("has_cpu", "0,3"), ("node0/cpulist", "0-7"), ("node3/cpulist", "8-11")]
-        {
-            let path = folder.path().join("node").join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, content).unwrap();
-        }
-        Processor::read(folder.path(), &(0..12).collect::<Vec<u32>>())
     }
 
     #[test]

@@ -5,9 +5,9 @@
 //! data. While they cannot be read, the last figures of the same netd stand for them; those of a netd
 //! that has ended are not shown.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tracing::warn;
 
 use super::super::seqlock::{DoNotFit, Unreadable};
@@ -58,7 +58,7 @@ impl BoardView {
 impl LastFigures {
     /// The figures of the netd of this generation, after this came of reading them.
     fn update(&self, generation: Generation, read: Result<Figures, NoFigures>) -> Figures {
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.0.lock();
         if last.generation != generation {
             *last = Last { generation, ..Last::default() };
         }
