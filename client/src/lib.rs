@@ -12,6 +12,7 @@ pub mod demo;
 pub mod drafts;
 pub mod generate;
 pub mod generation;
+pub mod generation_config;
 pub mod grammar;
 pub mod head;
 pub mod history;

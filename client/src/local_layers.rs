@@ -13,6 +13,7 @@ use shared::dtype::{DType, QuantType};
 
 pub use crate::checkpoint::LocalModelError;
 use crate::checkpoint::{Checkpoint, CheckpointMatrix, parse, read};
+use crate::generation_config::{GenerationConfig, TokenIds};
 
 /// Fields of config.json that the client needs, beside those of the blocks.
 #[derive(Debug, Deserialize)]
@@ -24,26 +25,11 @@ struct ClientConfig {
     #[serde(default)]
     bos_token_id: Option<u32>,
     #[serde(default)]
-    eos_token_id: Option<OneOrMany>,
+    eos_token_id: TokenIds,
     #[serde(default)]
     dht_prefix: Option<String>,
     #[serde(default)]
     max_position_embeddings: Option<u32>,
-}
-
-/// What generation_config.json says beside it.
-#[derive(Debug, Default, Deserialize)]
-struct GenerationDefaults {
-    #[serde(default)]
-    eos_token_id: Option<OneOrMany>,
-}
-
-/// `eos_token_id` is a number or a list of numbers.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
 }
 
 /// A scale, and a bias where the norm has one.
@@ -137,7 +123,8 @@ impl LocalModel {
             true => None,
             false => Some(checkpoint.matrix(names.head, shape)?.cast(dtype)),
         };
-        let eos = eos_of(folder, config.eos_token_id.as_ref())?;
+        config.eos_token_id.check(&path)?;
+        let eos = eos_of(folder, &config.eos_token_id)?;
         Ok(LocalModel {
             config,
             spec,
@@ -290,19 +277,11 @@ impl std::fmt::Debug for LocalModel {
     }
 }
 
-/// Tokens that end a text: those of generation_config.json, as transformers takes them, else those of
-/// config.json.
-fn eos_of(folder: &Path, config: Option<&OneOrMany>) -> Result<Vec<u32>, LocalModelError> {
-    let path = folder.join("generation_config.json");
-    let defaults: GenerationDefaults = match path.exists() {
-        true => parse(&path, &read(&path)?)?,
-        false => GenerationDefaults::default(),
-    };
-    Ok(match defaults.eos_token_id.as_ref().or(config) {
-        Some(OneOrMany::One(id)) => vec![*id],
-        Some(OneOrMany::Many(ids)) => ids.clone(),
-        None => Vec::new(),
-    })
+/// Tokens that end a text: those of generation_config.json and those of config.json.
+fn eos_of(folder: &Path, config: &TokenIds) -> Result<Vec<u32>, LocalModelError> {
+    let mut eos = GenerationConfig::load(folder)?.eos.0;
+    eos.extend(&config.0);
+    Ok(eos)
 }
 
 #[cfg(test)]
@@ -361,17 +340,19 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_a_text_is_what_generation_config_says() {
+    fn a_text_ends_at_what_generation_config_and_config_say() {
         let folder = tempfile::tempdir().unwrap();
-        let both = [OneOrMany::One(7), OneOrMany::Many(vec![8, 9])];
-        assert!(eos_of(folder.path(), None).unwrap().is_empty());
-        assert_eq!(eos_of(folder.path(), Some(&both[1])).unwrap(), [8, 9]);
+        let both = [TokenIds(vec![7]), TokenIds(vec![8, 9])];
+        assert!(eos_of(folder.path(), &TokenIds::default()).unwrap().is_empty());
+        assert_eq!(eos_of(folder.path(), &both[1]).unwrap(), [8, 9]);
         let path = folder.path().join("generation_config.json");
         std::fs::write(&path, r#"{"eos_token_id": [1, 2], "top_p": 0.9}"#).unwrap();
-        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [1, 2]);
+        assert_eq!(eos_of(folder.path(), &both[0]).unwrap(), [1, 2, 7]);
         std::fs::write(&path, "{}").unwrap();
-        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [7]);
+        assert_eq!(eos_of(folder.path(), &both[0]).unwrap(), [7]);
         std::fs::write(&path, "[").unwrap();
-        assert!(eos_of(folder.path(), None).unwrap_err().to_string().contains("generation_config"));
+        assert!(
+            eos_of(folder.path(), &both[0]).unwrap_err().to_string().contains("generation_config")
+        );
     }
 }
