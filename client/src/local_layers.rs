@@ -23,8 +23,6 @@ struct ClientConfig {
     #[serde(default)]
     tie_word_embeddings: Option<bool>,
     #[serde(default)]
-    bos_token_id: Option<u32>,
-    #[serde(default)]
     eos_token_id: TokenIds,
     #[serde(default)]
     dht_prefix: Option<String>,
@@ -163,9 +161,11 @@ impl LocalModel {
         u32::try_from(self.spec.num_blocks).unwrap_or(u32::MAX)
     }
 
-    /// Token that starts a sequence.
-    pub fn bos(&self) -> Option<u32> {
-        self.config.bos_token_id
+    /// The same with one more token that ends a text, if there is one.
+    #[must_use]
+    pub fn ending_at(mut self, token: Option<u32>) -> LocalModel {
+        self.eos.extend(token.filter(|token| !self.eos.contains(token)));
+        self
     }
 
     /// Tokens that end a text.
@@ -279,9 +279,9 @@ impl std::fmt::Debug for LocalModel {
 
 /// Tokens that end a text: those of generation_config.json and those of config.json.
 fn eos_of(folder: &Path, config: &TokenIds) -> Result<Vec<u32>, LocalModelError> {
-    let mut eos = GenerationConfig::load(folder)?.eos.0;
-    eos.extend(&config.0);
-    Ok(eos)
+    let first = GenerationConfig::load(folder)?.eos.0;
+    let more = config.0.iter().filter(|token| !first.contains(token));
+    Ok(first.iter().chain(more).copied().collect())
 }
 
 #[cfg(test)]
@@ -295,8 +295,10 @@ mod tests {
     #[test]
     fn the_demo_model_embeds_and_has_logits() {
         let mut model = LocalModel::load(&demo(), None, 1).unwrap();
-        assert_eq!((model.hidden_size(), model.num_blocks(), model.bos()), (192, 8, Some(0)));
+        assert_eq!((model.hidden_size(), model.num_blocks()), (192, 8));
         assert_eq!(model.eos(), [1]);
+        model = model.ending_at(Some(1)).ending_at(Some(7)).ending_at(None);
+        assert_eq!(model.eos(), [1, 7]);
         assert_eq!(model.embed(&[0, 1023]).unwrap().len(), 2 * 192 * 2);
         assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);

@@ -2,6 +2,7 @@
 
 mod chat;
 mod completions;
+mod ends;
 mod error;
 #[cfg(test)]
 mod fuzz;
