@@ -9,6 +9,8 @@ mod fuzz;
 mod guard;
 mod messages;
 mod page;
+#[cfg(test)]
+mod real_tokenizers;
 mod request;
 mod state;
 mod stream;
