@@ -227,7 +227,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
         let refused = || TextCodec::load(folder.path()).unwrap_err().to_string();
-        std::fs::write(folder.path().join("config.json"), r#"{"model_type": "llama"}"#).unwrap();
+        std::fs::write(
+            folder.path().join("config.json"),
+            r#"{"model_type": "llama", "tokenizer_class": "LlamaTokenizer"}"#,
+        )
+        .unwrap();
         for broken in ["{", "7", "[]", "{}", r#"{"model": {"type": "BPE"}}"#, r#"{"model": 7}"#] {
             std::fs::write(&path, broken).unwrap();
             assert!(refused().contains("tokenizer.json"), "{broken}: {}", refused());

@@ -120,14 +120,14 @@ struct ModelType {
 
 impl TokenizerConfig {
     /// Whether transformers reads the tokenizer as a [`LLAMA`] one, as it chooses for the model types that
-    /// servers know: by the class that the files name, else by the model type (`AutoTokenizer` of 5.24).
+    /// servers know: by model type and class (`AutoTokenizer` of 5.24).
     ///
     /// # Errors
     /// As [`TokenizerConfig::load`].
     pub fn is_llama(&self, folder: &Path) -> Result<bool, LocalModelError> {
         let model: ModelType = of_file(&folder.join("config.json"))?;
         let class = self.tokenizer_class.as_ref().or(model.tokenizer_class.as_ref());
-        let is_named = class.is_none_or(|class| class.trim_end_matches("Fast") == LLAMA);
+        let is_named = class.is_some_and(|class| class.trim_end_matches("Fast") == LLAMA);
         Ok(is_named && model.model_type.as_deref() == Some("llama"))
     }
 }
