@@ -89,6 +89,17 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>, LocalModelError> {
     std::fs::read(path).map_err(|source| LocalModelError::Read { path: path.to_owned(), source })
 }
 
+/// Reads a file of at most `most` bytes.
+pub(crate) fn read_at_most(path: &Path, most: u64) -> Result<Vec<u8>, LocalModelError> {
+    let failed = |source| LocalModelError::Read { path: path.to_owned(), source };
+    let length = std::fs::metadata(path).map_err(failed)?.len();
+    if length > most {
+        let reason = format!("has {length} bytes, at most {most} are read");
+        return Err(LocalModelError::Content { path: path.to_owned(), reason });
+    }
+    read(path)
+}
+
 pub(crate) fn parse<'a, T: Deserialize<'a>>(
     path: &Path,
     bytes: &'a [u8],

@@ -7,6 +7,7 @@ use futures::future::BoxFuture;
 
 use crate::chain::{Chain, ChainError};
 use crate::drafts::Drafts;
+use crate::end_rules::EndRules;
 use crate::grammar::{Grammar, GrammarError};
 use crate::head::Head;
 use crate::local_layers::LocalModelError;
@@ -42,6 +43,8 @@ pub struct Continuation {
     pub prompt: Vec<u32>,
     /// Most tokens to add.
     pub max_new_tokens: u32,
+    /// Where the text may end before that.
+    pub ends: EndRules,
     /// Guesses of what comes.
     pub drafts: Drafts,
     /// The form that the text is to have; any, if there is none.
@@ -99,6 +102,7 @@ pub struct Decoder {
     chain: Chain,
     head: Head,
     sampler: Sampler,
+    ends: EndRules,
     drafts: Drafts,
     grammar: Option<Grammar>,
     top_logprobs: Option<usize>,
@@ -121,6 +125,7 @@ impl Decoder {
             chain,
             head,
             sampler,
+            ends: task.ends,
             drafts: task.drafts,
             grammar: task.grammar,
             top_logprobs: task.top_logprobs,
@@ -130,6 +135,11 @@ impl Decoder {
             report,
             began: Instant::now(),
         }
+    }
+
+    /// Tokens before which nothing ends the text.
+    pub fn min_tokens(&self) -> usize {
+        self.ends.min_tokens
     }
 
     /// The tokens that the next step brings, one or more; none once the text is over. What follows a
@@ -189,11 +199,18 @@ impl Decoder {
     fn choose(&mut self, logits: &[f32]) -> Result<Chosen, DecodeError> {
         let count = self.report.tokens.len();
         let none = DecodeError::NoToken(count);
+        let later = self.ends.without_ends(logits, count, self.head.eos());
+        let later = later.as_deref().filter(|logits| can_choose(logits));
         let (token, completes) = match &mut self.grammar {
-            None => (self.sampler.choose(logits).ok_or(none)?, false),
-            Some(grammar) if logits.iter().any(|logit| logit.is_finite()) => {
-                let mut allowed = logits.to_vec();
+            None => (self.sampler.choose(later.unwrap_or(logits)).ok_or(none)?, false),
+            Some(grammar) if can_choose(logits) => {
+                let mut allowed = later.unwrap_or(logits).to_vec();
                 grammar.limit(&mut allowed)?;
+                // A form that is complete ends, however short it is.
+                if later.is_some() && !can_choose(&allowed) {
+                    allowed.copy_from_slice(logits);
+                    grammar.limit(&mut allowed)?;
+                }
                 let nothing = || GrammarError::Text("no token may come next".into());
                 let token = self.sampler.choose(&allowed).ok_or_else(nothing)?;
                 grammar.push(token)?;
@@ -204,7 +221,8 @@ impl Decoder {
         self.report.tokens.push(token);
         self.text.push(token);
         let logprobs = self.top_logprobs.map(|count| Logprobs::of(logits, token, count));
-        Ok(Chosen { token, is_eos: self.head.is_eos(token), completes, logprobs })
+        let is_eos = self.ends.is_end(token, self.head.eos());
+        Ok(Chosen { token, is_eos, completes, logprobs })
     }
 
     /// The session, the tokens that it holds, and what was done. The text may have been ended before
@@ -215,6 +233,11 @@ impl Decoder {
         self.text.truncate(self.chain.position() as usize);
         (self.chain, self.text, self.report)
     }
+}
+
+/// Whether one of the logits can be sampled.
+fn can_choose(logits: &[f32]) -> bool {
+    logits.iter().any(|logit| logit.is_finite())
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use shared::sanitize_text::escaped;
 use crate::chain::{Chain, ChainError};
 use crate::config::{ClientConfig, SamplingConfig};
 use crate::decoder::{Continuation, Decoder};
+use crate::end_rules::EndRules;
 use crate::generation::{Generation, GenerationError};
 use crate::report::GenerationReport;
 use crate::sampling::Sampler;
@@ -130,6 +131,7 @@ async fn run(
     let task = Continuation {
         prompt: prompt.clone(),
         max_new_tokens: config.max_new_tokens,
+        ends: EndRules::default(),
         drafts: model.drafts(),
         grammar: None,
         top_logprobs: None,

@@ -43,6 +43,9 @@ pub struct Generation<'a> {
     decoder: Decoder,
     stream: TextStream<'a>,
     stops: Stops,
+    /// Tokens so far, and before which no text ends it.
+    count: usize,
+    min_tokens: usize,
     finish: Option<Finish>,
 }
 
@@ -55,7 +58,8 @@ impl<'a> Generation<'a> {
         stop: &[String],
     ) -> Generation<'a> {
         let (stream, stops) = (TextStream::new(codec, prompt), Stops::new(stop));
-        Generation { decoder, stream, stops, finish: None }
+        let min_tokens = decoder.min_tokens();
+        Generation { decoder, stream, stops, count: 0, min_tokens, finish: None }
     }
 
     /// What the next step adds; `None` once the text has ended.
@@ -73,8 +77,14 @@ impl<'a> Generation<'a> {
         }
         for chosen in step {
             let mut is_over = chosen.is_eos || chosen.completes;
+            self.count += 1;
             if !chosen.is_eos {
-                let (shown, is_stopped) = self.stops.push(&self.stream.push(chosen.token)?);
+                let piece = self.stream.push(chosen.token)?;
+                // What came before the shortest length is no part of a text that ends it.
+                let (shown, is_stopped) = match self.count < self.min_tokens {
+                    true => (piece, false),
+                    false => self.stops.push(&piece),
+                };
                 added.text.push_str(&shown);
                 is_over |= is_stopped;
             }

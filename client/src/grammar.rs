@@ -181,14 +181,14 @@ mod tests {
     }
 
     fn vocabulary() -> Vocabulary {
-        let codec = TextCodec::load(&folder(), None).unwrap();
+        let codec = TextCodec::load(&folder()).unwrap();
         let eos = codec.encode_rendered("</s>").unwrap();
         Vocabulary::load(&folder(), 600, &eos).unwrap()
     }
 
     /// The text that a model would write that likes each token as much as `likes` says.
     fn write(grammar: &mut Grammar, most: usize, likes: impl Fn(usize, usize) -> f32) -> String {
-        let codec = TextCodec::load(&folder(), None).unwrap();
+        let codec = TextCodec::load(&folder()).unwrap();
         let mut tokens = Vec::new();
         while !grammar.is_over() && tokens.len() < most {
             let mut logits: Vec<f32> = (0..600).map(|token| likes(tokens.len(), token)).collect();
@@ -237,7 +237,7 @@ mod tests {
     fn without_a_schema_an_object_is_written() {
         let mut grammar = vocabulary().grammar(None).unwrap();
         let (brace, end) = (b'{', b'}');
-        let codec = TextCodec::load(&folder(), None).unwrap();
+        let codec = TextCodec::load(&folder()).unwrap();
         let of = |byte: u8| codec.encode_rendered(&char::from(byte).to_string()).unwrap()[0];
         let mut other = grammar.another();
         let logits = &mut [0.0; 600];

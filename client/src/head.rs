@@ -84,11 +84,6 @@ impl Head {
         &self.facts.eos
     }
 
-    /// Whether `token` ends a text.
-    pub fn is_eos(&self, token: u32) -> bool {
-        self.facts.eos.contains(&token)
-    }
-
     /// Hidden states of `tokens`, see [`LocalModel::embed`].
     ///
     /// # Errors

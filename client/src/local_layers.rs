@@ -13,6 +13,7 @@ use shared::dtype::{DType, QuantType};
 
 pub use crate::checkpoint::LocalModelError;
 use crate::checkpoint::{Checkpoint, CheckpointMatrix, parse, read};
+use crate::generation_config::{GenerationConfig, TokenIds};
 
 /// Fields of config.json that the client needs, beside those of the blocks.
 #[derive(Debug, Deserialize)]
@@ -22,28 +23,11 @@ struct ClientConfig {
     #[serde(default)]
     tie_word_embeddings: Option<bool>,
     #[serde(default)]
-    bos_token_id: Option<u32>,
-    #[serde(default)]
-    eos_token_id: Option<OneOrMany>,
+    eos_token_id: TokenIds,
     #[serde(default)]
     dht_prefix: Option<String>,
     #[serde(default)]
     max_position_embeddings: Option<u32>,
-}
-
-/// What generation_config.json says beside it.
-#[derive(Debug, Default, Deserialize)]
-struct GenerationDefaults {
-    #[serde(default)]
-    eos_token_id: Option<OneOrMany>,
-}
-
-/// `eos_token_id` is a number or a list of numbers.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
 }
 
 /// A scale, and a bias where the norm has one.
@@ -137,7 +121,8 @@ impl LocalModel {
             true => None,
             false => Some(checkpoint.matrix(names.head, shape)?.cast(dtype)),
         };
-        let eos = eos_of(folder, config.eos_token_id.as_ref())?;
+        config.eos_token_id.check(&path)?;
+        let eos = eos_of(folder, &config.eos_token_id)?;
         Ok(LocalModel {
             config,
             spec,
@@ -176,9 +161,11 @@ impl LocalModel {
         u32::try_from(self.spec.num_blocks).unwrap_or(u32::MAX)
     }
 
-    /// Token that starts a sequence.
-    pub fn bos(&self) -> Option<u32> {
-        self.config.bos_token_id
+    /// The same with one more token that ends a text, if there is one.
+    #[must_use]
+    pub fn ending_at(mut self, token: Option<u32>) -> LocalModel {
+        self.eos.extend(token.filter(|token| !self.eos.contains(token)));
+        self
     }
 
     /// Tokens that end a text.
@@ -290,19 +277,11 @@ impl std::fmt::Debug for LocalModel {
     }
 }
 
-/// Tokens that end a text: those of generation_config.json, as transformers takes them, else those of
-/// config.json.
-fn eos_of(folder: &Path, config: Option<&OneOrMany>) -> Result<Vec<u32>, LocalModelError> {
-    let path = folder.join("generation_config.json");
-    let defaults: GenerationDefaults = match path.exists() {
-        true => parse(&path, &read(&path)?)?,
-        false => GenerationDefaults::default(),
-    };
-    Ok(match defaults.eos_token_id.as_ref().or(config) {
-        Some(OneOrMany::One(id)) => vec![*id],
-        Some(OneOrMany::Many(ids)) => ids.clone(),
-        None => Vec::new(),
-    })
+/// Tokens that end a text: those of generation_config.json and those of config.json.
+fn eos_of(folder: &Path, config: &TokenIds) -> Result<Vec<u32>, LocalModelError> {
+    let first = GenerationConfig::load(folder)?.eos.0;
+    let more = config.0.iter().filter(|token| !first.contains(token));
+    Ok(first.iter().chain(more).copied().collect())
 }
 
 #[cfg(test)]
@@ -316,8 +295,10 @@ mod tests {
     #[test]
     fn the_demo_model_embeds_and_has_logits() {
         let mut model = LocalModel::load(&demo(), None, 1).unwrap();
-        assert_eq!((model.hidden_size(), model.num_blocks(), model.bos()), (192, 8, Some(0)));
+        assert_eq!((model.hidden_size(), model.num_blocks()), (192, 8));
         assert_eq!(model.eos(), [1]);
+        model = model.ending_at(Some(1)).ending_at(Some(7)).ending_at(None);
+        assert_eq!(model.eos(), [1, 7]);
         assert_eq!(model.embed(&[0, 1023]).unwrap().len(), 2 * 192 * 2);
         assert!(model.embed(&[1024]).unwrap_err().to_string().contains("token 1024"));
         assert_eq!(model.logits(&[0.5; 192]).unwrap().len(), 1024);
@@ -361,17 +342,19 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_a_text_is_what_generation_config_says() {
+    fn a_text_ends_at_what_generation_config_and_config_say() {
         let folder = tempfile::tempdir().unwrap();
-        let both = [OneOrMany::One(7), OneOrMany::Many(vec![8, 9])];
-        assert!(eos_of(folder.path(), None).unwrap().is_empty());
-        assert_eq!(eos_of(folder.path(), Some(&both[1])).unwrap(), [8, 9]);
+        let both = [TokenIds(vec![7]), TokenIds(vec![8, 9])];
+        assert!(eos_of(folder.path(), &TokenIds::default()).unwrap().is_empty());
+        assert_eq!(eos_of(folder.path(), &both[1]).unwrap(), [8, 9]);
         let path = folder.path().join("generation_config.json");
         std::fs::write(&path, r#"{"eos_token_id": [1, 2], "top_p": 0.9}"#).unwrap();
-        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [1, 2]);
+        assert_eq!(eos_of(folder.path(), &both[0]).unwrap(), [1, 2, 7]);
         std::fs::write(&path, "{}").unwrap();
-        assert_eq!(eos_of(folder.path(), Some(&both[0])).unwrap(), [7]);
+        assert_eq!(eos_of(folder.path(), &both[0]).unwrap(), [7]);
         std::fs::write(&path, "[").unwrap();
-        assert!(eos_of(folder.path(), None).unwrap_err().to_string().contains("generation_config"));
+        assert!(
+            eos_of(folder.path(), &both[0]).unwrap_err().to_string().contains("generation_config")
+        );
     }
 }

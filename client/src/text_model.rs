@@ -52,9 +52,11 @@ impl TextModel {
         config: LocalConfig,
     ) -> Result<TextModel, TextModelError> {
         let model = LocalModel::load(folder, config.dtype, THREADS)?.with_head(config.head)?;
+        let codec = TextCodec::load(folder)?;
+        let model = model.ending_at(codec.eos());
         let draft = draft.map(|small| DraftModel::start(small, folder, THREADS)).transpose()?;
         Ok(TextModel {
-            codec: TextCodec::load(folder, model.bos())?,
+            codec,
             prefix: model.dht_prefix().map(str::to_owned),
             max_positions: model.max_positions(),
             head: Head::start(model)?,

@@ -2,12 +2,15 @@
 
 mod chat;
 mod completions;
+mod ends;
 mod error;
 #[cfg(test)]
 mod fuzz;
 mod guard;
 mod messages;
 mod page;
+#[cfg(test)]
+mod real_tokenizers;
 mod request;
 mod state;
 mod stream;

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use client::end_rules::EndRules;
 use client::generation::Finish;
 use serde_json::{Value, json};
 use shared::error_chain::with_causes;
@@ -197,6 +198,7 @@ impl Conversation {
             prompt: prompt.into(),
             max_new_tokens: self.config.max_tokens.min(room),
             sampling: self.config.sampling(),
+            ends: EndRules::default(),
             stop: Vec::new(),
             top_logprobs: None,
         };

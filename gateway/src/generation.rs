@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use client::decoder::{Chosen, Continuation, DecodeError, Decoder};
+use client::end_rules::EndRules;
 use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
 use client::sampling::{Sampler, SamplingConfig};
@@ -27,6 +28,8 @@ pub struct TextRequest {
     pub max_new_tokens: u32,
     /// How tokens are chosen.
     pub sampling: SamplingConfig,
+    /// Tokens that end the text, and from which length on.
+    pub ends: EndRules,
     /// Texts before which the text ends.
     pub stop: Vec<String>,
     /// The form that the text is to have.
@@ -111,6 +114,7 @@ async fn generate(
     let task = Continuation {
         prompt: ask.prompt.to_vec(),
         max_new_tokens: ask.max_new_tokens,
+        ends: ask.ends,
         drafts: model.local.drafts(),
         grammar: ask.grammar,
         top_logprobs: ask.top_logprobs,

@@ -3,27 +3,33 @@
 //! A template is a file of a stranger. It runs without access to anything, with bounds on its steps and on
 //! what it writes.
 
+pub mod conversation;
 mod python;
+mod sources;
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
+use client::local_layers::LocalModelError;
+use client::tokenizer_config::{SpecialToken, TokenizerConfig};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, Value, context};
-use serde::Deserialize;
+
+use self::sources::TemplateSource;
 
 /// Steps that a template may take.
 const FUEL: u64 = 5_000_000;
 /// Bytes that a template may write.
 const MAX_BYTES: usize = 8 << 20;
-/// Largest file of a template or of tokenizer_config.json.
-const MAX_FILE_BYTES: u64 = 16 << 20;
-const NAME: &str = "chat_template";
 
 /// Why there is no prompt.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
+    /// A file of the tokenizer.
+    #[error(transparent)]
+    Config(#[from] LocalModelError),
     #[error("cannot read {path}: {reason}")]
     Read { path: PathBuf, reason: String },
     /// The template does not compile.
@@ -34,48 +40,16 @@ pub enum TemplateError {
     Render(String),
 }
 
-/// A special token: its text, or an object with it.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-enum Special {
-    Text(String),
-    Object { content: String },
-}
-
-impl Special {
-    fn text(&self) -> &str {
-        match self {
-            Special::Text(text) | Special::Object { content: text } => text,
-        }
-    }
-}
-
-/// One template, or several by name, of which `default` counts.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-enum Templates {
-    One(String),
-    Named(Vec<Named>),
-}
-
-#[derive(Clone, Debug, Deserialize)]
-struct Named {
-    name: String,
-    template: String,
-}
-
-#[derive(Debug, Default, Deserialize)]
-struct TokenizerConfig {
-    #[serde(default)]
-    chat_template: Option<Templates>,
-    #[serde(default)]
-    bos_token: Option<Special>,
-    #[serde(default)]
-    eos_token: Option<Special>,
-    #[serde(default)]
-    pad_token: Option<Special>,
-    #[serde(default)]
-    unk_token: Option<Special>,
+/// How a prompt ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PromptEnding {
+    /// With what an answer begins with.
+    #[default]
+    Answer,
+    /// Behind the last message.
+    Messages,
+    /// Within the last message, whose text goes on.
+    LastMessage,
 }
 
 /// What a template makes a prompt of.
@@ -87,89 +61,103 @@ pub struct TemplateInput {
     pub tools: Value,
     /// An object with more variables of the template.
     pub variables: Value,
+    /// How the prompt ends.
+    pub ending: PromptEnding,
 }
 
 impl TemplateInput {
-    /// Messages without tools.
+    /// Messages without tools, before an answer.
     pub fn of(messages: impl serde::Serialize) -> TemplateInput {
         let messages = Value::from(Serde(messages));
-        TemplateInput { messages, tools: Value::from(()), variables: context! {} }
+        let ending = PromptEnding::Answer;
+        TemplateInput { messages, tools: Value::from(()), variables: context! {}, ending }
     }
 }
 
-/// A template that was compiled, with the special tokens that it may write.
+/// The templates of a model, compiled, with the special tokens that they may write.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// Their texts, by name.
+    sources: BTreeMap<String, TemplateSource>,
     tokens: Value,
 }
 
 impl ChatTemplate {
-    /// The template of a model folder: `chat_template.jinja`, else that of tokenizer_config.json; or
-    /// `file`. `None` if the folder has none.
+    /// The templates of a model folder, or `file` in their place. `None` if the folder has none.
     ///
     /// # Errors
     /// [`TemplateError`] names the file.
     pub fn load(folder: &Path, file: Option<&Path>) -> Result<Option<ChatTemplate>, TemplateError> {
-        let path = folder.join("tokenizer_config.json");
-        let config: TokenizerConfig = match path.exists() {
-            false => TokenizerConfig::default(),
-            true => serde_json::from_str(&read(&path)?).map_err(|error| TemplateError::Read {
-                path: path.clone(),
-                reason: error.to_string(),
-            })?,
+        let config = TokenizerConfig::load(folder)?;
+        let sources = match file {
+            Some(file) => BTreeMap::from([(sources::DEFAULT.to_owned(), sources::of_file(file)?)]),
+            None => sources::of_folder(folder, &config)?,
         };
-        let beside = folder.join("chat_template.jinja");
-        let file = file.map(Path::to_owned).or_else(|| beside.exists().then_some(beside));
-        let (path, source) = match (file, &config.chat_template) {
-            (Some(file), _) => {
-                let source = read(&file)?;
-                (file, source)
-            }
-            (None, Some(Templates::One(source))) => (path, source.clone()),
-            (None, Some(Templates::Named(all))) => match all.iter().find(|t| t.name == "default") {
-                Some(found) => (path, found.template.clone()),
-                None => return Ok(None),
-            },
-            (None, None) => return Ok(None),
-        };
-        ChatTemplate::compile(path, source, &config).map(Some)
+        if sources.is_empty() {
+            return Ok(None);
+        }
+        ChatTemplate::compile(sources, &config).map(Some)
     }
 
     fn compile(
-        path: PathBuf,
-        source: String,
+        sources: BTreeMap<String, TemplateSource>,
         config: &TokenizerConfig,
     ) -> Result<ChatTemplate, TemplateError> {
         let mut environment = Environment::new();
         // As transformers sets them.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        let syntax = syntax.map_err(|error| TemplateError::Syntax {
-            path: path.clone(),
-            reason: error.to_string(),
-        })?;
-        environment.set_syntax(syntax);
+        environment.set_syntax(syntax.map_err(|error| TemplateError::Render(error.to_string()))?);
         environment.set_fuel(Some(FUEL));
         python::extend(&mut environment);
-        environment
-            .add_template_owned(NAME, python::without_marks(&source).into_owned())
-            .map_err(|error| TemplateError::Syntax { path, reason: error.to_string() })?;
+        let names = || sources.keys().map(String::as_str);
+        // Of the others, which no conversation takes, not a word is read.
+        for has_tools in [false, true] {
+            let Ok(name) = sources::choice(names(), has_tools) else { continue };
+            let Some(TemplateSource { path, text }) = sources.get(name) else { continue };
+            environment
+                .add_template_owned(name.to_owned(), python::without_marks(text).into_owned())
+                .map_err(|error| TemplateError::Syntax {
+                    path: path.clone(),
+                    reason: error.to_string(),
+                })?;
+        }
         let text =
-            |special: &Option<Special>| special.as_ref().map_or("", Special::text).to_owned();
+            |token: &Option<SpecialToken>| token.as_ref().map_or("", SpecialToken::text).to_owned();
         let tokens = context! {
             bos_token => text(&config.bos_token),
             eos_token => text(&config.eos_token),
             pad_token => text(&config.pad_token),
             unk_token => text(&config.unk_token),
         };
-        Ok(ChatTemplate { environment, tokens })
+        Ok(ChatTemplate { environment, sources, tokens })
     }
 
-    /// The prompt for a conversation, after which the assistant speaks.
+    /// The prompt for a conversation.
     ///
     /// # Errors
     /// [`TemplateError::Render`] with what the template says.
     pub fn prompt(&self, input: &TemplateInput) -> Result<String, TemplateError> {
+        let has_tools = input.tools.len().is_some_and(|count| count > 0);
+        let name = sources::choice(self.sources.keys().map(String::as_str), has_tools)?;
+        let source = self.sources.get(name).map_or("", |source| source.text.as_str());
+        let messages = input.messages.try_iter().into_iter().flatten().collect();
+        let messages = conversation::known_roles(messages, source);
+        match input.ending {
+            PromptEnding::LastMessage => {
+                let (last, messages) = conversation::marked(messages)?;
+                conversation::up_to_mark(self.render(name, messages, input)?, &last)
+            }
+            PromptEnding::Answer | PromptEnding::Messages => self.render(name, messages, input),
+        }
+    }
+
+    fn render(
+        &self,
+        name: &str,
+        messages: Vec<Value>,
+        input: &TemplateInput,
+    ) -> Result<String, TemplateError> {
         let failed = |error: minijinja::Error| {
             let text = match error.kind() {
                 ErrorKind::OutOfFuel => "it takes too many steps".to_owned(),
@@ -177,12 +165,12 @@ impl ChatTemplate {
             };
             TemplateError::Render(text)
         };
-        let template = self.environment.get_template(NAME).map_err(failed)?;
-        let TemplateInput { messages, tools, variables } = input;
+        let template = self.environment.get_template(name).map_err(failed)?;
+        let TemplateInput { tools, variables, .. } = input;
         let variables = context! {
-            messages,
+            messages => Value::from(messages),
             tools,
-            add_generation_prompt => true,
+            add_generation_prompt => input.ending == PromptEnding::Answer,
             ..context! { ..self.tokens.clone(), ..variables.clone() }
         };
         let mut out = Bounded { text: String::new() };
@@ -219,15 +207,6 @@ impl std::io::Write for Bounded {
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
-}
-
-fn read(path: &Path) -> Result<String, TemplateError> {
-    let failed = |reason: String| TemplateError::Read { path: path.to_owned(), reason };
-    let length = std::fs::metadata(path).map_err(|error| failed(error.to_string()))?.len();
-    if length > MAX_FILE_BYTES {
-        return Err(failed(format!("it has {length} bytes, at most {MAX_FILE_BYTES} are read")));
-    }
-    std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))
 }
 
 #[cfg(test)]
@@ -288,15 +267,31 @@ mod tests {
     #[test]
     fn tools_reach_the_template_and_several_templates_have_a_default() {
         let config = json!({"chat_template": [
-            {"name": "tool_use", "template": "other"},
-            {"name": "default", "template": "{% if tools %}{{ tools[0].function.name }}{% endif %}!"},
+            {"name": "rag", "template": "{% if %}"},
+            {"name": "tool_use", "template": "{{ tools[0].function.name }}!"},
+            {"name": "default", "template": "{{ tools is none }}!"},
         ]});
         let template = ChatTemplate::load(folder(&config).path(), None).unwrap().unwrap();
         let tools = json!([{"type": "function", "function": {"name": "weather"}}]);
         let with_tools =
             TemplateInput { tools: Value::from(Serde(tools)), ..TemplateInput::of(chat()) };
         assert_eq!(template.prompt(&with_tools).unwrap(), "weather!");
-        assert_eq!(template.prompt(&TemplateInput::of(chat())).unwrap(), "!");
+        assert_eq!(template.prompt(&TemplateInput::of(chat())).unwrap(), "True!");
+    }
+
+    #[test]
+    fn a_developer_speaks_as_system_and_the_start_of_an_answer_goes_on() {
+        let template = of("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}\
+            {% if add_generation_prompt %}<assistant>{% endif %}");
+        let chat = json!([{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": "It "}]);
+        let prompt = |ending| {
+            let input = TemplateInput { ending, ..TemplateInput::of(chat.clone()) };
+            template.prompt(&input).unwrap()
+        };
+        let whole = "<system>Be brief.</s><assistant>It </s>";
+        assert_eq!(prompt(PromptEnding::Messages), whole);
+        assert_eq!(prompt(PromptEnding::Answer), format!("{whole}<assistant>"));
+        assert_eq!(prompt(PromptEnding::LastMessage), "<system>Be brief.</s><assistant>It ");
     }
 
     #[test]

@@ -56,7 +56,8 @@ fn confine(config: &GatewayConfig, fetch: &FetchConfig) -> Result<(), SandboxErr
 
 /// A folder and the files that links in it lead to.
 fn with_targets(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let folders = [folder.to_owned(), folder.join("additional_chat_templates")];
+    let entries = folders.iter().flat_map(std::fs::read_dir).flatten().flatten();
     let is_link = |entry: &DirEntry| entry.file_type().is_ok_and(|kind| kind.is_symlink());
     let links = entries.filter(is_link).take(MAX_LINKS);
     let targets = links.filter_map(|entry| entry.path().canonicalize().ok());

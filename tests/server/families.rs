@@ -8,6 +8,7 @@ use crate::harness::{Sepal, root};
 use client::chain::Chain;
 use client::decoder::{Continuation, Decoder};
 use client::drafts::Drafts;
+use client::end_rules::EndRules;
 use client::head::Head;
 use client::local_layers::LocalModel;
 use client::report::GenerationReport;
@@ -43,8 +44,14 @@ impl Family {
         let prompt = self.tokens("prompt");
         let sampler = Sampler::new(sampling).expect("settings");
         let drafts = Drafts::new(guesses);
-        let task =
-            Continuation { prompt, max_new_tokens: 32, drafts, grammar: None, top_logprobs: None };
+        let task = Continuation {
+            prompt,
+            max_new_tokens: 32,
+            ends: EndRules::default(),
+            drafts,
+            grammar: None,
+            top_logprobs: None,
+        };
         let head = Head::start(model).expect("a thread");
         let chain = Chain::open(&swarm, 64).await.expect("a chain");
         let mut decoder = Decoder::new(chain, head, sampler, task);

@@ -22,7 +22,7 @@ use super::stream::{self, Chunks};
 use super::texts::{self, Texts, Usage, finish_name};
 use crate::generation::{TextPiece, TokenText};
 use crate::model::{Model, PromptError};
-use crate::template::TemplateInput;
+use crate::template::{PromptEnding, TemplateInput};
 
 #[derive(Debug, Deserialize)]
 pub(super) struct ChatRequest {
@@ -33,6 +33,10 @@ pub(super) struct ChatRequest {
     /// More variables of the template, as in vLLM's API.
     #[serde(default)]
     chat_template_kwargs: Option<Variable>,
+    #[serde(default)]
+    add_generation_prompt: Option<bool>,
+    #[serde(default)]
+    continue_final_message: Option<bool>,
     #[serde(default)]
     logprobs: Option<bool>,
     #[serde(default)]
@@ -51,7 +55,21 @@ impl ChatRequest {
             messages: messages::readable(&self.messages)?.into_iter().collect(),
             tools: tools.unwrap_or(Variable::from(())),
             variables: variables.unwrap_or(context! {}),
+            ending: self.ending()?,
         })
+    }
+
+    /// How the prompt ends, as in vLLM's API.
+    fn ending(&self) -> Result<PromptEnding, ApiError> {
+        match (self.continue_final_message, self.add_generation_prompt) {
+            (Some(true), Some(true)) => {
+                let text = "continue_final_message and add_generation_prompt exclude each other: set one to false";
+                Err(ApiError::bad(text.to_owned(), Some("continue_final_message")))
+            }
+            (Some(true), _) => Ok(PromptEnding::LastMessage),
+            (_, Some(false)) => Ok(PromptEnding::Messages),
+            _ => Ok(PromptEnding::Answer),
+        }
     }
 }
 

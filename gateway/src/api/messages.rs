@@ -4,6 +4,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::error::ApiError;
+use crate::template::conversation::{field, with_field};
 
 /// Most messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
@@ -33,29 +34,9 @@ fn message(message: &Value) -> Result<Value, ApiError> {
     let calls = field(message, "tool_calls").map(|calls| tool_calls(&calls));
     let changed = [("content", Some(content)), ("tool_calls", calls)];
     Ok(changed.into_iter().fold(message.clone(), |message, (key, value)| match value {
-        Some(value) => with(&message, key, value),
+        Some(value) => with_field(&message, key, value),
         None => message,
     }))
-}
-
-/// What an object has under `key`.
-fn field(object: &Value, key: &str) -> Option<Value> {
-    if object.kind() != ValueKind::Map {
-        return None;
-    }
-    object.get_attr(key).ok().filter(|value| !value.is_undefined())
-}
-
-/// The same object with another value under `key`, which keeps its place.
-fn with(object: &Value, key: &str, value: Value) -> Value {
-    let keys = || object.try_iter().into_iter().flatten();
-    let is_new = !keys().any(|other| other.as_str() == Some(key));
-    let old = keys().map(|other| match other.as_str() == Some(key) {
-        true => (other, value.clone()),
-        false => (other.clone(), object.get_item(&other).unwrap_or_default()),
-    });
-    let new = is_new.then(|| (Value::from(key), value.clone()));
-    Value::from_pairs(old.chain(new))
 }
 
 /// A text, or parts of which each is a text.
@@ -91,7 +72,8 @@ fn tool_calls(calls: &Value) -> Value {
         let text = field(&function, "arguments")?;
         let arguments: Value = serde_json::from_str(text.as_str()?).ok()?;
         let is_object = arguments.kind() == ValueKind::Map;
-        is_object.then(|| with(&call, "function", with(&function, "arguments", arguments)))
+        is_object
+            .then(|| with_field(&call, "function", with_field(&function, "arguments", arguments)))
     };
     let calls = calls.try_iter().into_iter().flatten();
     calls.map(|one| call(one.clone()).unwrap_or(one)).collect()

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::ends::EndSettings;
 use super::error::ApiError;
 use crate::engine::Engine;
 use crate::generation::TextRequest;
@@ -59,6 +60,8 @@ pub struct GenerationSettings {
     seed: Option<i64>,
     stop: Option<OneOrMany>,
     response_format: Option<ResponseFormat>,
+    #[serde(flatten)]
+    ends: EndSettings,
 }
 
 /// The form of an answer.
@@ -151,6 +154,7 @@ impl GenerationSettings {
         for prompt in prompts {
             check_prompt(&prompt, model.local.head.vocabulary())?;
             let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
+            let ends = self.ends.rules(model.local.head.vocabulary(), max_new_tokens)?;
             let prompt: Arc<[u32]> = prompt.into();
             asks.extend((0..choices).map(|choice| TextRequest {
                 prompt: prompt.clone(),
@@ -159,6 +163,7 @@ impl GenerationSettings {
                     seed: sampling.seed.map(|seed| seed.wrapping_add(u64::from(choice))),
                     ..sampling.clone()
                 },
+                ends: ends.clone(),
                 stop: stop.clone(),
                 grammar: grammar.map(Grammar::another),
                 top_logprobs,
@@ -173,6 +178,7 @@ impl GenerationSettings {
         let (choices, sampling, stops) = (self.choices()?, self.sampling()?, self.stops()?);
         assert!((1..=MAX_CHOICES).contains(&choices));
         assert!(sampling.logit_bias.len() <= MAX_BIASES);
+        self.ends.rules(1024, 64)?;
         assert!(stops.len() <= MAX_STOPS && stops.iter().all(|stop| stop.len() <= MAX_STOP_BYTES));
         Ok(())
     }

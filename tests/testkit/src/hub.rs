@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
@@ -62,13 +62,12 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// Serves the files of `folder` as those of the model `repo`.
+    /// Serves the files of `folder`, and of folders in it, as those of the model `repo`.
     pub fn serve(repo: &str, folder: &Path) -> StandIn {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        let files = std::fs::read_dir(folder).unwrap().map(|entry| {
-            let path = entry.unwrap().path();
-            let name = path.file_name().unwrap().to_str().unwrap();
+        let files = files_below(folder).into_iter().map(|path| {
+            let name = path.strip_prefix(folder).unwrap().to_str().unwrap();
             (format!("/{repo}/resolve/{name}"), std::fs::read(&path).unwrap())
         });
         let state = Arc::new(Mutex::new(Served { files: files.collect(), ..Served::default() }));
@@ -106,6 +105,12 @@ impl StandIn {
     pub fn take_got(&self) -> Vec<Got> {
         std::mem::take(&mut self.state.lock().unwrap().got)
     }
+}
+
+/// All files of a folder and of those in it.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
 }
 
 struct Request {

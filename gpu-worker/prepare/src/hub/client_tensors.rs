@@ -17,12 +17,14 @@ use crate::source::Wanted;
 pub const CLIENT_FILE: &str = "client.safetensors";
 
 /// Files beside the weights that a client reads if they are there; it needs the first.
-const SMALL_FILES: [&str; 5] = [
+const SMALL_FILES: [&str; 7] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
 ];
 /// Longest accepted config.json.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;

@@ -442,6 +442,31 @@ fn a_file_that_claims_to_be_small_and_is_not_is_refused() {
 }
 
 #[test]
+fn a_client_gets_all_small_files_of_its_tokenizer_and_templates() {
+    let site = site();
+    std::fs::create_dir(site.model.path().join("additional_chat_templates")).unwrap();
+    let files = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+    ];
+    for file in files {
+        std::fs::write(site.model.path().join(file), file).unwrap();
+    }
+    let hub = StandIn::serve("org/tiny", site.model.path());
+    let mut config = site.config.clone();
+    config.hub.endpoint = Some(hub.endpoint.clone());
+    let mut hub = Hub::with_pauses(&config, QUICK).unwrap();
+    let folder = hub.client_tensors(|_| Ok(Vec::new()), &mut |_| Ok(())).unwrap();
+    for file in files {
+        assert_eq!(std::fs::read_to_string(folder.join(file)).unwrap(), file);
+    }
+}
+
+#[test]
 fn the_commit_that_was_found_is_used_when_the_hub_cannot_be_reached() {
     let site = site();
     drop(Hub::with_pauses(&site.config, QUICK).unwrap());

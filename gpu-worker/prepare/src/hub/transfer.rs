@@ -95,7 +95,8 @@ impl Hub {
         if !blob.is_file() {
             self.download(file, &found, &blob, watch)?;
         }
-        let target = Path::new("../../blobs").join(&found.etag);
+        let up = "../".repeat(2 + file.matches('/').count());
+        let target = Path::new(&up).join("blobs").join(&found.etag);
         self.link(&path, &target).map_err(|error| PrepareError::write(&path, error))?;
         Ok(path)
     }
