@@ -16,6 +16,7 @@ pub mod file_lock;
 mod fuzz;
 pub mod header;
 pub mod manifest;
+pub mod plain_lora;
 pub mod rates;
 mod rope;
 pub mod shards;
