@@ -6,7 +6,7 @@
 //! and remove the folder, and when the demo is killed the kernel tells them (`serve --end_with`);
 //! only the folder is left then.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
@@ -265,7 +265,8 @@ pub fn run_command(config: &DemoConfig) -> ExitReason {
     match run(config, &mut std::io::stdout()) {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
-            eprintln!("sepal: {}", escaped(&with_causes(&error)));
+            // Standard error may have gone with the terminal.
+            let _ = writeln!(io::stderr(), "sepal: {}", escaped(&with_causes(&error)));
             ExitReason::Failed
         }
     }

@@ -167,7 +167,7 @@ pub fn run_command(config: &GenerateConfig) -> ExitReason {
     match result.and_then(|report| ended.map(|()| report)) {
         Ok(report) => {
             if config.stats {
-                report.lines().iter().for_each(|line| eprintln!("{line}"));
+                report.lines().iter().for_each(|line| tell(line));
             }
             ExitReason::Clean
         }
@@ -177,6 +177,11 @@ pub fn run_command(config: &GenerateConfig) -> ExitReason {
 
 /// Prints the error with its causes and maps it to an exit code.
 fn fail(error: &GenerateError) -> ExitReason {
-    eprintln!("sepal: {}", escaped(&with_causes(error)));
+    tell(&format!("sepal: {}", escaped(&with_causes(error))));
     error.exit_reason()
+}
+
+/// Prints a line to standard error, if it is still there.
+fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }

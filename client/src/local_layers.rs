@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use kernels::ops::{Layernorm, Linear, OpError, Rmsnorm};
 use kernels::{Backend, Cpu, WeightView};
 use model::client_tensors::ClientNames;
-use model::{BlockSpec, Norm};
+use model::{BlockSpec, Norm, context_length};
 use serde::Deserialize;
 use serde_json::Value;
 use shared::dtype::{DType, QuantType};
@@ -26,8 +26,6 @@ struct ClientConfig {
     eos_token_id: TokenIds,
     #[serde(default)]
     dht_prefix: Option<String>,
-    #[serde(default)]
-    max_position_embeddings: Option<u32>,
 }
 
 /// A scale, and a bias where the norm has one.
@@ -83,6 +81,7 @@ pub struct LocalModel {
     /// `None` when the head shares the embedding's matrix.
     head: Option<CheckpointMatrix>,
     eos: Vec<u32>,
+    context: Option<u32>,
     cpu: Cpu,
     normed: Vec<f32>,
     logits: Vec<f32>,
@@ -103,6 +102,7 @@ impl LocalModel {
         let bad = |reason: String| LocalModelError::Content { path: path.clone(), reason };
         let value: Value = parse(&path, &read(&path)?)?;
         let spec = BlockSpec::from_config(&value).map_err(|error| bad(error.to_string()))?;
+        let context = context_length(&value).map_err(|error| bad(error.to_string()))?;
         let config: ClientConfig = serde_json::from_value(value)
             .map_err(|source| LocalModelError::Parse { path: path.clone(), source })?;
         let names = ClientNames::of(&config.model_type).map_err(bad)?;
@@ -132,6 +132,7 @@ impl LocalModel {
             norm: final_norm,
             head,
             eos,
+            context,
             cpu: Cpu::new(threads),
             normed: Vec::new(),
             logits: Vec::new(),
@@ -188,9 +189,9 @@ impl LocalModel {
         self.config.dht_prefix.as_deref()
     }
 
-    /// Most tokens of a text; models with ALiBi name none.
+    /// Most tokens of a text ([`context_length`]); most models with ALiBi name none.
     pub fn max_positions(&self) -> Option<u32> {
-        self.config.max_position_embeddings
+        self.context
     }
 
     pub(crate) fn spec(&self) -> &BlockSpec {

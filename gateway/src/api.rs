@@ -95,7 +95,13 @@ fn cors(origins: &[String]) -> CorsLayer {
 
 fn entry(model: &Model) -> serde_json::Value {
     let created = request::unix_seconds(model.created);
-    json!({"id": model.view.name, "object": "model", "created": created, "owned_by": "swarm"})
+    // As in vLLM; null where the model names no length.
+    let max_model_len = model.local.max_positions;
+    let name = &model.view.name;
+    json!({
+        "id": name, "object": "model", "created": created, "owned_by": "swarm",
+        "max_model_len": max_model_len,
+    })
 }
 
 async fn models(State(shared): State<ApiState>) -> Response {

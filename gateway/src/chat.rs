@@ -66,7 +66,7 @@ pub fn run_command(config: &ChatConfig) -> ExitReason {
     match ended {
         Ok(()) => ExitReason::Clean,
         Err(error) => {
-            eprintln!("sepal: {}", escaped(&with_causes(&error)));
+            complain(&with_causes(&error));
             error.exit_reason()
         }
     }
@@ -91,7 +91,10 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
     };
     let mut input = Input::open(config.history.as_deref());
     if input.is_terminal() {
-        println!("Talking to {}. /help lists the commands.", conversation.model.view.name);
+        print(&format!(
+            "Talking to {}. /help lists the commands.\n",
+            conversation.model.view.name
+        ))?;
     }
     loop {
         let read = tokio::task::spawn_blocking(move || {
@@ -105,7 +108,7 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
             ChatInput::Nothing => {}
             ChatInput::Text(text) => match text.strip_prefix('/') {
                 Some("quit") => break,
-                Some(command) => println!("{}", conversation.command(command)),
+                Some(command) => print(&format!("{}\n", conversation.command(command)))?,
                 None => conversation.say(text).await?,
             },
         }
@@ -178,7 +181,7 @@ impl Conversation {
             Ok(answer) => self.messages.push(json!({"role": "assistant", "content": answer})),
             Err(failure) => {
                 self.messages.pop();
-                eprintln!("sepal: {}", escaped(&failure));
+                complain(&failure);
             }
         }
         Ok(())
@@ -279,6 +282,11 @@ impl Conversation {
         });
         std::fs::write(path, each.collect::<String>())
     }
+}
+
+/// Says what went wrong, if standard error is still there to say it to.
+fn complain(failure: &str) {
+    let _ = writeln!(std::io::stderr(), "sepal: {}", escaped(failure));
 }
 
 fn print(text: &str) -> Result<(), std::io::Error> {

@@ -106,6 +106,8 @@ pub fn plan(
         },
         model_blocks: facts.map_or(0, |facts| facts.num_blocks),
         dtype: facts.map_or("", |facts| facts.dtype.name()).to_owned(),
+        max_model_len: facts.and_then(|facts| facts.context_tokens),
+        inference_max_length: limits.map_or(0, |limits| limits.inference_max_length),
         attn_cache_tokens: limits.map_or(0, |limits| limits.attn_cache_tokens),
         memory_bytes: memory.available_bytes,
         network_mbps: network.mbps(),

@@ -20,13 +20,18 @@ pub const POOL_ROWS: u32 = 256;
 
 impl NetdConfig {
     /// The limits for `model`: what was asked for, else the defaults of
-    /// `petals.server.server.Server`, which are larger where query heads share key/value heads.
+    /// `petals.server.server.Server`, which are larger where query heads share key/value heads. A
+    /// session is as long as the model's texts if that is known.
     pub fn limits(&self, model: &ModelFacts) -> Limits {
         let grouped = model.kv_groups() > 1;
         let pick =
             |asked: Option<u32>, large, small| asked.unwrap_or(if grouped { large } else { small });
         Limits {
-            inference_max_length: pick(self.inference_max_length, 8192, 2048),
+            inference_max_length: pick(
+                self.inference_max_length.or(model.context_tokens),
+                8192,
+                2048,
+            ),
             attn_cache_tokens: pick(self.attn_cache_tokens, 16384, 4096),
             max_batch_size: pick(self.max_batch_size, 8192, 2048),
         }

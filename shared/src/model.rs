@@ -38,6 +38,8 @@ pub struct ModelFacts {
     pub kv_heads: u32,
     /// Width of one head.
     pub head_dim: u32,
+    /// Most tokens of a text (`model::context_length`); `None` where config.json names no length.
+    pub context_tokens: Option<u32>,
     /// Type of weights, hidden states and cache as served.
     pub dtype: DType,
     /// How matrices are stored.

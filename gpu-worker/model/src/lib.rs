@@ -16,6 +16,7 @@ pub mod file_lock;
 mod fuzz;
 pub mod header;
 pub mod manifest;
+pub mod plain_lora;
 pub mod rates;
 mod rope;
 pub mod shards;
@@ -26,7 +27,7 @@ pub mod torch;
 pub mod weight_files;
 
 pub use error::SpecError;
-pub use family::dht_prefix;
+pub use family::{context_length, dht_prefix};
 pub use rope::RopeScaling;
 pub use spec::{
     BlockSpec, Experts, GatedMlp, Gelu, LinearSpec, Mlp, Norm, PlainMlp, Position, Qkv, Residual,

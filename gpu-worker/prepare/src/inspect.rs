@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use kernels::quant;
 use model::client_tensors::client_bytes;
-use model::{BlockSpec, TensorSpec};
+use model::{BlockSpec, TensorSpec, context_length};
 use serde_json::Value;
 use shared::block::is_prefix;
 use shared::config::{PrepareConfig, QuantType};
@@ -192,6 +192,7 @@ fn facts(
         attention_heads: size("num_attention_heads", spec.heads)?,
         kv_heads: size("num_key_value_heads", spec.kv_heads)?,
         head_dim: size("head_dim", spec.head_dim)?,
+        context_tokens: context_length(config).map_err(|error| error.to_string())?,
         dtype,
         quant_type: QuantType::None,
         block_bytes: 0,

@@ -21,6 +21,10 @@ pub struct Plan {
     pub model_blocks: u32,
     /// Type of hidden states, KV cache and unquantized weights.
     pub dtype: String,
+    /// Most tokens of a text of the model; `None` when config.json names no length.
+    pub max_model_len: Option<u32>,
+    /// Most tokens of a session.
+    pub inference_max_length: u32,
     /// KV cache per block, in tokens.
     pub attn_cache_tokens: u32,
     /// Memory of the machine that the run may use; `None` when the system does not tell.

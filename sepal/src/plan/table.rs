@@ -29,12 +29,13 @@ fn title(plan: &Plan) -> String {
         format!(" at {short}")
     });
     format!(
-        "{}{}: {}, {} blocks, {}, KV cache of {} tokens per block{}",
+        "{}{}: {}, {} blocks, {}, sessions of at most {} tokens, KV cache of {} tokens per block{}",
         plan.model,
         commit.unwrap_or_default(),
         plan.model_type,
         plan.model_blocks,
         plan.dtype,
+        plan.inference_max_length,
         plan.attn_cache_tokens,
         memory.unwrap_or_default()
     )

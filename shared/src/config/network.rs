@@ -142,7 +142,8 @@ pub struct NetdConfig {
     // Each wait is up to twice as long.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub mean_balance_check_period: Duration,
-    /// Maximum length of a session in tokens [default: 8192 with grouped key/value heads, else 2048]
+    /// Maximum length of a session in tokens [default: what the model takes by its config.json; if it names
+    /// no length, 8192 with grouped key/value heads, else 2048]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Limits")]
     pub inference_max_length: Option<u32>,
     /// KV cache per block in tokens [default: 16384 with grouped key/value heads, else 4096]

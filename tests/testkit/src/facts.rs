@@ -17,6 +17,7 @@ pub fn facts() -> ModelFacts {
         attention_heads: 4,
         kv_heads: 2,
         head_dim: 16,
+        context_tokens: None,
         dtype: DType::F32,
         quant_type: QuantType::None,
         block_bytes: 1 << 20,

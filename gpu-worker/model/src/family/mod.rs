@@ -7,9 +7,12 @@ use crate::error::SpecError;
 use crate::spec::BlockSpec;
 
 mod alibi;
+mod context;
 mod decoder;
 mod field;
 mod rotary;
+
+pub use context::context_length;
 
 /// Declares the file of each family and lists them all.
 macro_rules! families {

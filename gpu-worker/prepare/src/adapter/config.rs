@@ -17,10 +17,6 @@ const MAX_PATTERNS: usize = 4096;
 /// Memory that a compiled pattern may take.
 const MAX_COMPILED_BYTES: usize = 256 << 10;
 
-/// Values of `init_lora_weights` that change the base model, so that the adapter does not belong to
-/// the published one.
-const CHANGES_BASE: [&str; 3] = ["pissa", "olora", "corda"];
-
 /// What we use of a config.
 #[derive(Debug)]
 pub(super) struct AdapterConfig {
@@ -53,8 +49,9 @@ impl AdapterConfig {
     /// Reads a config; the error says what is not supported.
     pub fn parse(json: &[u8]) -> Result<AdapterConfig, String> {
         let config: Value = serde_json::from_slice(json).map_err(|e| format!("is no JSON: {e}"))?;
+        let fields = config.as_object().ok_or("is no object")?;
+        model::plain_lora::check(fields)?;
         let config = ConfigFields(&config);
-        config.check_kind()?;
         let rank = whole("r", config.required("r")?)?;
         let alpha = match config.get("lora_alpha") {
             Some(value) => number("lora_alpha", value)?,
@@ -161,38 +158,6 @@ impl<'a> ConfigFields<'a> {
 
     fn is_true(&self, field: &str) -> bool {
         self.get(field).and_then(Value::as_bool).unwrap_or(false)
-    }
-
-    /// Refuses what is no plain LoRA.
-    fn check_kind(&self) -> Result<(), String> {
-        match self.required("peft_type")?.as_str() {
-            Some(kind) if kind.eq_ignore_ascii_case("LORA") => {}
-            _ => {
-                return Err(format!(
-                    "peft_type is {}, only LORA is supported",
-                    shown(self.required("peft_type")?)
-                ));
-            }
-        }
-        if self.is_true("use_dora") {
-            return Err(
-                "use_dora is not supported; merge the adapter or train it without".to_owned()
-            );
-        }
-        for field in ["layer_replication", "target_parameters"] {
-            let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
-            if self.get(field).is_some_and(|value| !is_empty(value)) {
-                return Err(format!("{field} is not supported"));
-            }
-        }
-        let init = self.get("init_lora_weights").and_then(Value::as_str).unwrap_or_default();
-        if CHANGES_BASE.iter().any(|kind| init.to_ascii_lowercase().starts_with(kind)) {
-            return Err(format!(
-                "init_lora_weights is {init:?}, which changes the weights of the base model; convert the adapter \
-                 (save_pretrained with path_initial_model_for_weight_conversion)"
-            ));
-        }
-        Ok(())
     }
 
     /// A map from ends of paths to values; the ends may be patterns (peft `get_pattern_key`).
@@ -325,6 +290,7 @@ mod tests {
             (json!({"use_dora": true}), "use_dora"),
             (json!({"layer_replication": [[0, 2]]}), "layer_replication"),
             (json!({"init_lora_weights": "pissa_niter_4"}), "base model"),
+            (json!({"alora_invocation_tokens": [1]}), "alora_invocation_tokens is [1]"),
             (json!({"target_modules": 7}), "target_modules is 7"),
             (json!({"target_modules": [7]}), "list of names"),
             (json!({"rank_pattern": {"q": 0}}), "rank_pattern is 0"),
@@ -335,6 +301,7 @@ mod tests {
             assert!(error.contains(says), "{fields}: {error}");
         }
         assert!(AdapterConfig::parse(b"{").is_err());
+        assert!(AdapterConfig::parse(b"[]").unwrap_err().contains("no object"));
         assert!(parse(json!({"layer_replication": null, "target_parameters": []})).is_ok());
     }
 }
