@@ -187,6 +187,19 @@ impl Swarm {
         min_latency(&candidates, 0..self.config.num_blocks, None).ok()
     }
 
+    /// Tokens of the longest session that servers have a cache for, by their records; `None` if they name no
+    /// limit.
+    pub fn longest_session(&self) -> Option<u64> {
+        let known = self.known();
+        let of_block = |block: u32| {
+            let block = block as usize;
+            let serving = known.servers.iter().filter(|s| (s.start..s.end).contains(&block));
+            serving.map(|server| server.info.cache_tokens_left.unwrap_or(u64::MAX)).max()
+        };
+        let least = (0..self.config.num_blocks).filter_map(of_block).min();
+        least.filter(|tokens| *tokens < u64::MAX)
+    }
+
     /// Servers that are ONLINE, as last read.
     pub fn servers(&self) -> Vec<ServerSpan> {
         self.known().servers.clone()

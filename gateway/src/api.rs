@@ -7,11 +7,13 @@ mod error;
 mod fuzz;
 mod guard;
 mod messages;
+mod numbers;
 mod page;
 mod request;
 mod state;
 mod stream;
 mod texts;
+mod tokens;
 
 use std::sync::Arc;
 
@@ -20,12 +22,12 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 use serde_json::json;
 use tower_http::cors::{AllowOrigin, CorsLayer};
 
 use self::error::ApiError;
-use self::guard::Guard;
+use self::guard::{Guard, GuardConfig};
 pub use self::guard::KeysError;
 use crate::config::GatewayConfig;
 use crate::engine::Engine;
@@ -55,7 +57,11 @@ impl ApiState {
 /// # Errors
 /// [`KeysError`] if the file of keys cannot be read.
 pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, KeysError> {
-    let guard = Arc::new(Guard::new(config.api_keys.as_deref(), config.requests_per_minute)?);
+    let guard = Arc::new(Guard::new(GuardConfig {
+        keys: config.api_keys.as_deref(),
+        requests_per_minute: config.requests_per_minute,
+        trusted_proxies: &config.trusted_proxies,
+    })?);
     let GatewayConfig { default_max_tokens, max_body_bytes, .. } = *config;
     let shared = ApiState { engine, guard, default_max_tokens, max_body_bytes };
     let guarded = Router::new()
@@ -63,6 +69,9 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/embeddings", any(embeddings))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/api/v1/state", get(state::snapshot))
         .route("/api/v1/events", get(state::events))
         .layer(middleware::from_fn_with_state(shared.clone(), guard::admit))
@@ -71,6 +80,7 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/", get(page::page))
         .route("/livez", get(async || StatusCode::OK))
         .route("/readyz", get(ready))
+        .route("/health", get(ready))
         .route("/metrics", get(scrape));
     let router = guarded.merge(open).fallback(unknown).method_not_allowed_fallback(not_allowed);
     Ok(router.with_state(shared).layer(cors(&config.cors_origins)))
@@ -127,6 +137,13 @@ async fn unknown() -> ApiError {
     ApiError::not_found("there is nothing at this path; the API is at /v1/chat/completions".into())
 }
 
-async fn not_allowed() -> ApiError {
-    ApiError::bad("this path takes another method".into(), None)
+/// The header `Allow` of the answer names the methods.
+async fn not_allowed(method: Method) -> ApiError {
+    ApiError::not_allowed(&method)
+}
+
+async fn embeddings() -> ApiError {
+    let text = "there are no embeddings here: the models of a swarm write texts, and the gateway offers no model \
+                that makes embeddings";
+    ApiError::not_found(text.into())
 }

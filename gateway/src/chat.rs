@@ -199,6 +199,7 @@ impl Conversation {
             sampling: self.config.sampling(),
             stop: Vec::new(),
             top_logprobs: None,
+            echo: None,
         };
         let (began, mut first) = (Instant::now(), None);
         let mut pieces = start(self.model.clone(), ask);

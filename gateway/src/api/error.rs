@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use client::chain::ChainError;
 use client::decoder::DecodeError;
@@ -60,6 +60,14 @@ impl ApiError {
     /// Nothing has this name.
     pub fn not_found(message: String) -> ApiError {
         ApiError::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    /// A path that takes other methods.
+    pub fn not_allowed(method: &Method) -> ApiError {
+        let method: String = method.as_str().chars().take(20).collect();
+        let text =
+            format!("this path does not take {method}: the header Allow names what it takes");
+        ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", text)
     }
 
     /// A model that is not offered.

@@ -1,5 +1,7 @@
 //! Who may call, and how often.
 
+mod forwarded;
+
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -10,6 +12,7 @@ use axum::extract::{ConnectInfo, Request, State};
 use axum::http::{HeaderMap, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use ipnet::IpNet;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
@@ -49,12 +52,23 @@ struct Bucket {
     at: Instant,
 }
 
+/// What callers are held to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GuardConfig<'a> {
+    /// File of keys; without one everybody may call.
+    pub keys: Option<&'a Path>,
+    pub requests_per_minute: Option<u32>,
+    /// Proxies whose word on the caller's address is taken.
+    pub trusted_proxies: &'a [IpNet],
+}
+
 /// Keys and rates.
 #[derive(Debug)]
 pub struct Guard {
     /// SHA-256 of each key: looking one up tells nothing of the others.
     keys: Option<HashSet<Hash>>,
     per_minute: Option<u32>,
+    trusted_proxies: Vec<IpNet>,
     callers: Mutex<HashMap<CallerKey, Bucket>>,
 }
 
@@ -63,20 +77,19 @@ impl Guard {
     ///
     /// # Errors
     /// [`KeysError`]: the file, no key in it, or one that is too short.
-    pub fn new(keys: Option<&Path>, per_minute: Option<u32>) -> Result<Guard, KeysError> {
-        let keys = keys.map(read_keys).transpose()?;
-        Ok(Guard { keys, per_minute, callers: Mutex::default() })
+    pub fn new(config: GuardConfig<'_>) -> Result<Guard, KeysError> {
+        let keys = config.keys.map(read_keys).transpose()?;
+        let trusted_proxies = config.trusted_proxies.to_vec();
+        let per_minute = config.requests_per_minute;
+        Ok(Guard { keys, per_minute, trusted_proxies, callers: Mutex::default() })
     }
 
     /// Lets a request in, or says why not.
-    fn admit(&self, headers: &HeaderMap, ip: IpAddr, now: Instant) -> Result<(), ApiError> {
+    fn admit(&self, headers: &HeaderMap, peer: IpAddr, now: Instant) -> Result<(), ApiError> {
         let caller = match &self.keys {
-            None => CallerKey::Address(ip),
+            None => CallerKey::Address(forwarded::caller(headers, peer, &self.trusted_proxies)),
             Some(keys) => {
-                let given =
-                    headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-                let given = given.and_then(|value| value.strip_prefix("Bearer "));
-                let hash: Hash = Sha256::digest(given.unwrap_or_default().trim()).into();
+                let hash: Hash = Sha256::digest(given_key(headers).unwrap_or_default()).into();
                 match keys.contains(&hash) {
                     true => CallerKey::Key(hash),
                     false => return Err(ApiError::no_key()),
@@ -116,6 +129,13 @@ impl Guard {
         bucket.left -= 1.0;
         Ok(())
     }
+}
+
+/// The key that a request comes with. Names of schemes have no case (RFC 9110, 11.1).
+fn given_key(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, key) = value.trim().split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
 }
 
 fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
@@ -188,7 +208,45 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("keys");
         std::fs::write(&path, text).unwrap();
-        Guard::new(Some(&path), None)
+        Guard::new(GuardConfig { keys: Some(&path), ..GuardConfig::default() })
+    }
+
+    fn limited(per_minute: u32, trusted_proxies: &[IpNet]) -> Guard {
+        let requests_per_minute = Some(per_minute);
+        let config =
+            GuardConfig { requests_per_minute, trusted_proxies, ..GuardConfig::default() };
+        Guard::new(config).unwrap()
+    }
+
+    #[test]
+    fn the_name_of_the_scheme_has_no_case() {
+        let guard = keys("0123456789abcdef\n").unwrap();
+        let admit = |value: &str| {
+            let value = HeaderValue::from_str(value).unwrap();
+            let headers = HeaderMap::from_iter([(header::AUTHORIZATION, value)]);
+            guard.admit(&headers, HERE, Instant::now()).is_ok()
+        };
+        for scheme in ["Bearer", "bearer", "BEARER", "bEaReR"] {
+            assert!(admit(&format!("{scheme} 0123456789abcdef")), "{scheme}");
+            assert!(admit(&format!("{scheme}   0123456789abcdef  ")), "{scheme}");
+        }
+        for wrong in ["0123456789abcdef", "Basic 0123456789abcdef", "Bearer0123456789abcdef"] {
+            assert!(!admit(wrong), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn callers_behind_a_trusted_proxy_have_rates_of_their_own() {
+        let admit = |guard: &Guard, value: &'static str| {
+            let value = HeaderValue::from_static(value);
+            let name = axum::http::HeaderName::from_static("x-forwarded-for");
+            guard.admit(&HeaderMap::from_iter([(name, value)]), HERE, Instant::now()).is_ok()
+        };
+        let guard = limited(1, &[HERE.into()]);
+        assert!(admit(&guard, "1.2.3.4") && admit(&guard, "1.2.3.5"));
+        assert!(!admit(&guard, "9.9.9.9, 1.2.3.4"));
+        let alone = limited(1, &[]);
+        assert!(admit(&alone, "1.2.3.4") && !admit(&alone, "1.2.3.5"));
     }
 
     #[test]
@@ -207,12 +265,13 @@ mod tests {
     fn files_without_keys_and_short_keys_are_refused() {
         assert!(keys("# none\n").unwrap_err().to_string().contains("no key"));
         assert!(keys("\nshort\n").unwrap_err().to_string().contains("line 2"));
-        assert!(Guard::new(Some(Path::new("/nonexistent")), None).is_err());
+        let keys = Some(Path::new("/nonexistent"));
+        assert!(Guard::new(GuardConfig { keys, ..GuardConfig::default() }).is_err());
     }
 
     #[test]
     fn a_caller_has_its_requests_of_a_minute_and_others_theirs() {
-        let guard = Guard::new(None, Some(3)).unwrap();
+        let guard = limited(3, &[]);
         let now = Instant::now();
         let admit =
             |ip: IpAddr, at| guard.admit(&HeaderMap::new(), ip, now + Duration::from_secs(at));
@@ -228,7 +287,7 @@ mod tests {
 
     #[test]
     fn the_number_of_callers_is_bounded() {
-        let guard = Guard::new(None, Some(1)).unwrap();
+        let guard = limited(1, &[]);
         let now = Instant::now();
         for number in 0..MAX_CALLERS as u32 + 50 {
             let ip = IpAddr::from(number.to_be_bytes());

@@ -2,6 +2,7 @@
 //! under way; and `sepal chat`. Requests are written by hand; the official clients are in `tests/openai`.
 
 mod chat;
+mod evaluation;
 mod losses;
 mod requests;
 mod texts;
