@@ -16,6 +16,7 @@ mod texts;
 mod tokens;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Path, State};
@@ -24,7 +25,7 @@ use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use serde_json::json;
-use tower_http::cors::{AllowOrigin, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
 use self::error::ApiError;
 use self::guard::{Guard, GuardConfig};
@@ -33,6 +34,9 @@ use crate::config::GatewayConfig;
 use crate::engine::Engine;
 use crate::metrics;
 use crate::model::Model;
+
+/// How long a browser need not ask again whether a page may call.
+const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
 
 /// What handlers share.
 #[derive(Clone)]
@@ -86,18 +90,23 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
     Ok(router.with_state(shared).layer(cors(&config.cors_origins)))
 }
 
-/// Lets web pages of these origins call the API; without any, browsers refuse.
+/// Lets web pages of these origins call the API; without any, browsers refuse. Clients send headers of
+/// their own, ever new ones: whichever the browser asks for may come.
 fn cors(origins: &[String]) -> CorsLayer {
-    let allowed = match origins {
-        [one] if one == "*" => AllowOrigin::any(),
-        some => AllowOrigin::list(some.iter().filter_map(|o| HeaderValue::from_str(o).ok())),
+    let allowed = match origins.iter().any(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => {
+            AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o).ok()))
+        }
     };
-    let headers = [header::AUTHORIZATION, header::CONTENT_TYPE];
-    let named = ["x-stainless-lang", "x-stainless-runtime"].map(HeaderName::from_static);
     CorsLayer::new()
         .allow_origin(allowed)
         .allow_methods([Method::GET, Method::POST])
-        .allow_headers(headers.into_iter().chain(named).collect::<Vec<_>>())
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER])
+        // A page of the web may call a gateway of this machine or of its net.
+        .allow_private_network(AllowPrivateNetwork::yes())
+        .max_age(PREFLIGHT_AGE)
 }
 
 fn entry(model: &Model) -> serde_json::Value {

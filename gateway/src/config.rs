@@ -40,7 +40,7 @@ pub struct GatewayConfig {
     pub tls_key: Option<PathBuf>,
     /// Origin of web pages that may call the API, such as https://chat.example.org; * for all
     #[allow(rustdoc::bare_urls)]
-    #[arg(id = "cors_origin", long = "cors_origin", value_name = "ORIGIN", help_heading = PROTECTION)]
+    #[arg(id = "cors_origin", long = "cors_origin", value_name = "ORIGIN", value_parser = origin, help_heading = PROTECTION)]
     pub cors_origins: Vec<String>,
     /// Requests of one caller (API key, else IP address) in a minute [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
@@ -170,6 +170,19 @@ impl FromStr for GatewayModel {
             initial_peers: Vec::new(),
             draft: None,
         })
+    }
+}
+
+/// An origin as browsers write it: without a slash at its end, in lower case.
+fn origin(text: &str) -> Result<String, String> {
+    let origin = text.trim_end_matches('/').to_ascii_lowercase();
+    let is_host = |host: &str| {
+        !host.is_empty() && host.chars().all(|c| c.is_ascii_graphic() && !"/?#@*".contains(c))
+    };
+    match origin.split_once("://") {
+        Some((scheme, host)) if !scheme.is_empty() && is_host(host) => Ok(origin),
+        None if origin == "*" || origin == "null" => Ok(origin),
+        _ => Err("expected an origin such as https://chat.example.org, or * for all".to_owned()),
     }
 }
 

@@ -161,3 +161,49 @@ fn a_certificate_makes_it_https_and_a_wrong_one_is_refused_by_name() {
     let line = refused.wait_line("cannot use the certificate", 1);
     assert!(line.contains(&certificate) && line.contains(&key), "{line}");
 }
+
+#[test]
+fn pages_of_allowed_origins_may_send_the_headers_that_they_ask_for() {
+    let sepal = serve(&[]);
+    let gateway = Gateway::start(&sepal.addr(), &["--cors_origin", "https://Chat.example.org/"]);
+    let asked =
+        "authorization,content-type,x-stainless-arch,x-stainless-retry-count,x-new-tomorrow";
+    let preflight = |origin: &str| {
+        let headers = format!(
+            "Origin: {origin}\r\nAccess-Control-Request-Method: POST\r\n\
+             Access-Control-Request-Headers: {asked}\r\n"
+        );
+        gateway.raw("OPTIONS", "/v1/chat/completions", &headers, "").to_lowercase()
+    };
+    let answer = preflight("https://chat.example.org");
+    assert!(answer.contains(" 200 "), "{answer}");
+    assert!(
+        answer.contains("access-control-allow-origin: https://chat.example.org\r\n"),
+        "{answer}"
+    );
+    assert!(answer.contains(&format!("access-control-allow-headers: {asked}\r\n")), "{answer}");
+    assert!(!preflight("https://other.example.org").contains("access-control-allow-origin"));
+    // Errors, too, can be read by the page.
+    let refused = gateway.raw("GET", "/v1/models/x", "Origin: https://chat.example.org\r\n", "");
+    assert!(refused.to_lowercase().contains("access-control-allow-origin"), "{refused}");
+    assert!(refused.contains("model_not_found"), "{refused}");
+}
+
+#[test]
+fn callers_behind_a_trusted_proxy_are_told_apart() {
+    let sepal = serve(&[]);
+    let limit = ["--requests_per_minute", "1"];
+    let asked = |process: &Sepal, from: &str| {
+        let addr = http::address_in(&process.wait_line("gateway answers", 1));
+        let headers = format!("X-Forwarded-For: {from}\r\n");
+        http::exchange(&addr, &http::request("GET", "/v1/models", &headers, "")).0
+    };
+    let trusting =
+        started(&sepal.addr(), &[&limit[..], &["--trusted_proxy", "127.0.0.0/8"]].concat());
+    assert_eq!(asked(&trusting, "1.2.3.4"), 200);
+    assert_eq!(asked(&trusting, "1.2.3.5"), 200);
+    let other = started(&sepal.addr(), &[&limit[..], &["--trusted_proxy", "10.0.0.1"]].concat());
+    assert_eq!(asked(&other, "1.2.3.4"), 200);
+    // Within a minute.
+    wait_for("a refusal", || (asked(&other, "1.2.3.6") == 429).then_some(()));
+}
