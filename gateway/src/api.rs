@@ -87,7 +87,8 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/health", get(ready))
         .route("/metrics", get(scrape));
     let router = guarded.merge(open).fallback(unknown).method_not_allowed_fallback(not_allowed);
-    Ok(router.with_state(shared).layer(cors(&config.cors_origins)))
+    let router = router.with_state(shared).layer(middleware::map_response(stream::unbuffered));
+    Ok(router.layer(cors(&config.cors_origins)))
 }
 
 /// Lets web pages of these origins call the API; without any, browsers refuse. Clients send headers of
