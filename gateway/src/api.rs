@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Path, State};
-use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
@@ -28,8 +28,9 @@ use serde_json::json;
 use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
 use self::error::ApiError;
-use self::guard::{Guard, GuardConfig};
 pub use self::guard::KeysError;
+use self::guard::{Guard, GuardConfig};
+use crate::accounts::CallerAllowance;
 use crate::config::GatewayConfig;
 use crate::engine::Engine;
 use crate::metrics;
@@ -61,11 +62,15 @@ impl ApiState {
 /// # Errors
 /// [`KeysError`] if the file of keys cannot be read.
 pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, KeysError> {
-    let guard = Arc::new(Guard::new(GuardConfig {
+    let guard = GuardConfig {
         keys: config.api_keys.as_deref(),
-        requests_per_minute: config.requests_per_minute,
+        allowance: CallerAllowance {
+            requests: config.requests_per_minute,
+            tokens: config.tokens_per_minute,
+        },
         trusted_proxies: &config.trusted_proxies,
-    })?);
+    };
+    let guard = Arc::new(Guard::new(guard, &engine.metrics)?);
     let GatewayConfig { default_max_tokens, max_body_bytes, .. } = *config;
     let shared = ApiState { engine, guard, default_max_tokens, max_body_bytes };
     let guarded = Router::new()
@@ -96,15 +101,13 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
 fn cors(origins: &[String]) -> CorsLayer {
     let allowed = match origins.iter().any(|origin| origin == "*") {
         true => AllowOrigin::any(),
-        false => {
-            AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o).ok()))
-        }
+        false => AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o).ok())),
     };
     CorsLayer::new()
         .allow_origin(allowed)
         .allow_methods([Method::GET, Method::POST])
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([header::RETRY_AFTER])
+        .expose_headers(guard::told().collect::<Vec<_>>())
         // A page of the web may call a gateway of this machine or of its net.
         .allow_private_network(AllowPrivateNetwork::yes())
         .max_age(PREFLIGHT_AGE)

@@ -200,6 +200,7 @@ impl Conversation {
             stop: Vec::new(),
             top_logprobs: None,
             echo: None,
+            account: None,
         };
         let (began, mut first) = (Instant::now(), None);
         let mut pieces = start(self.model.clone(), ask);

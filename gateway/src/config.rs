@@ -45,6 +45,9 @@ pub struct GatewayConfig {
     /// Requests of one caller (API key, else IP address) in a minute [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
     pub requests_per_minute: Option<u32>,
+    /// Tokens of one caller (API key, else IP address) in a minute, of prompts and answers [default: no limit]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
+    pub tokens_per_minute: Option<u32>,
     /// Proxy, or net of proxies, whose X-Forwarded-For names the caller, such as 127.0.0.1 or 10.0.0.0/8; may be
     /// given several times [default: none is believed]
     #[arg(id = "trusted_proxy", long = "trusted_proxy", value_name = "ADDR", value_parser = net, help_heading = PROTECTION)]

@@ -13,6 +13,7 @@ use client::sampling::{Sampler, SamplingConfig};
 use p2p::task;
 use tokio::sync::mpsc;
 
+use crate::accounts::CallerAccount;
 use crate::model::Model;
 
 /// Pieces that wait for their caller.
@@ -37,6 +38,8 @@ pub struct TextRequest {
     pub top_logprobs: Option<usize>,
     /// The prompt as text, if it comes first, with the probabilities of its tokens if those are asked for.
     pub echo: Option<String>,
+    /// Where its tokens are counted.
+    pub account: Option<CallerAccount>,
 }
 
 /// A token as text, with its probability.
@@ -138,6 +141,9 @@ async fn generate(
     let mut completion_tokens = 0;
     while let Some(Added { text, tokens }) = generation.next().await? {
         completion_tokens += tokens.len();
+        if let Some(account) = &ask.account {
+            account.answer(tokens.len());
+        }
         let tokens = tokens.iter().filter_map(|chosen| named(model, chosen)).collect();
         if pieces.send_timeout(Ok(TextPiece::Text { text, tokens }), STALL).await.is_err() {
             return Ok(None);

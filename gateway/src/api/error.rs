@@ -12,6 +12,7 @@ use client::swarm::SwarmError;
 use serde_json::{Value, json};
 use shared::error_chain::with_causes;
 
+use crate::accounts::Refusal;
 use crate::engine::Engine;
 use crate::model::Model;
 use crate::view::ModelServers;
@@ -141,6 +142,12 @@ impl ApiError {
     pub fn body(&self) -> Value {
         let ApiError { message, kind, param, code, .. } = self;
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> ApiError {
+        ApiError::too_many(refusal.to_string(), refusal.wait_s())
     }
 }
 

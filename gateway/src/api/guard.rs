@@ -1,32 +1,34 @@
 //! Who may call, and how often.
 
 mod forwarded;
+mod limits;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderName, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use ipnet::IpNet;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
-use parking_lot::Mutex;
+use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
 use super::ApiState;
 use super::error::ApiError;
+use crate::accounts::{CallerAccount, CallerAllowance, CallerKey, CallerRates, KeyHash};
+use crate::metrics::{KeyUsage, Metrics};
 
-/// Callers whose rate is remembered; the longest silent ones are forgotten.
-const MAX_CALLERS: usize = 10_000;
 /// How long the body of a request may take.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
-const MINUTE: Duration = Duration::from_secs(60);
 /// Shortest key: shorter ones can be guessed.
 const MIN_KEY_CHARS: usize = 16;
+/// Keys that `/metrics` tells apart, the first ones of the file.
+const MAX_NAMED_KEYS: usize = 1000;
 
 /// Why the keys cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -36,28 +38,12 @@ pub struct KeysError {
     reason: String,
 }
 
-type Hash = [u8; 32];
-
-/// Who is counted together.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
-enum CallerKey {
-    Key(Hash),
-    Address(IpAddr),
-}
-
-/// A bucket of requests that fills up within a minute.
-#[derive(Debug)]
-struct Bucket {
-    left: f64,
-    at: Instant,
-}
-
 /// What callers are held to.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuardConfig<'a> {
     /// File of keys; without one everybody may call.
     pub keys: Option<&'a Path>,
-    pub requests_per_minute: Option<u32>,
+    pub allowance: CallerAllowance,
     /// Proxies whose word on the caller's address is taken.
     pub trusted_proxies: &'a [IpNet],
 }
@@ -65,11 +51,10 @@ pub struct GuardConfig<'a> {
 /// Keys and rates.
 #[derive(Debug)]
 pub struct Guard {
-    /// SHA-256 of each key: looking one up tells nothing of the others.
-    keys: Option<HashSet<Hash>>,
-    per_minute: Option<u32>,
+    /// The usage of each key, by its SHA-256: looking one up tells nothing of the others.
+    keys: Option<HashMap<KeyHash, KeyUsage>>,
+    rates: Arc<CallerRates>,
     trusted_proxies: Vec<IpNet>,
-    callers: Mutex<HashMap<CallerKey, Bucket>>,
 }
 
 impl Guard {
@@ -77,57 +62,38 @@ impl Guard {
     ///
     /// # Errors
     /// [`KeysError`]: the file, no key in it, or one that is too short.
-    pub fn new(config: GuardConfig<'_>) -> Result<Guard, KeysError> {
+    pub fn new(config: GuardConfig<'_>, metrics: &Metrics) -> Result<Guard, KeysError> {
         let keys = config.keys.map(read_keys).transpose()?;
+        let usage = |(index, hash): (usize, KeyHash)| {
+            let name = format!("{:02x}{:02x}{:02x}{:02x}", hash[0], hash[1], hash[2], hash[3]);
+            let name = if index < MAX_NAMED_KEYS { name } else { "others".to_owned() };
+            (hash, metrics.key(name))
+        };
+        let keys = keys.map(|keys| keys.into_iter().enumerate().map(usage).collect());
         let trusted_proxies = config.trusted_proxies.to_vec();
-        let per_minute = config.requests_per_minute;
-        Ok(Guard { keys, per_minute, trusted_proxies, callers: Mutex::default() })
+        Ok(Guard { keys, rates: Arc::new(CallerRates::new(config.allowance)), trusted_proxies })
+    }
+
+    /// Who calls.
+    fn account(&self, headers: &HeaderMap, peer: IpAddr) -> Result<CallerAccount, ApiError> {
+        let (caller, usage) = match &self.keys {
+            None => {
+                let ip = forwarded::caller(headers, peer, &self.trusted_proxies);
+                (CallerKey::Address(ip), None)
+            }
+            Some(keys) => {
+                let hash: KeyHash = Sha256::digest(given_key(headers).unwrap_or_default()).into();
+                let usage = keys.get(&hash).ok_or_else(ApiError::no_key)?;
+                (CallerKey::Key(hash), Some(usage.clone()))
+            }
+        };
+        Ok(CallerAccount::new(self.rates.clone(), caller, usage))
     }
 
     /// Lets a request in, or says why not.
+    #[cfg(test)]
     fn admit(&self, headers: &HeaderMap, peer: IpAddr, now: Instant) -> Result<(), ApiError> {
-        let caller = match &self.keys {
-            None => CallerKey::Address(forwarded::caller(headers, peer, &self.trusted_proxies)),
-            Some(keys) => {
-                let hash: Hash = Sha256::digest(given_key(headers).unwrap_or_default()).into();
-                match keys.contains(&hash) {
-                    true => CallerKey::Key(hash),
-                    false => return Err(ApiError::no_key()),
-                }
-            }
-        };
-        let Some(per_minute) = self.per_minute else {
-            return Ok(());
-        };
-        self.count(caller, f64::from(per_minute), now).map_err(|seconds| {
-            let text =
-                format!("more than {per_minute} requests in a minute; try again in {seconds} s");
-            ApiError::too_many(text, seconds)
-        })
-    }
-
-    /// Takes one request from the caller's bucket; `Err` is when there will be one again.
-    fn count(&self, caller: CallerKey, per_minute: f64, now: Instant) -> Result<(), u64> {
-        let mut callers = self.callers.lock();
-        if callers.len() >= MAX_CALLERS && !callers.contains_key(&caller) {
-            callers.retain(|_, bucket| now.duration_since(bucket.at) < MINUTE);
-            if callers.len() >= MAX_CALLERS {
-                let oldest = callers.iter().min_by_key(|(_, bucket)| bucket.at);
-                let oldest = oldest.map(|(caller, _)| *caller);
-                oldest.map(|caller| callers.remove(&caller));
-            }
-        }
-        let bucket = callers.entry(caller).or_insert(Bucket { left: per_minute, at: now });
-        let gained =
-            now.duration_since(bucket.at).as_secs_f64() / MINUTE.as_secs_f64() * per_minute;
-        bucket.left = (bucket.left + gained).min(per_minute);
-        bucket.at = now;
-        if bucket.left < 1.0 {
-            let wait = (1.0 - bucket.left) / per_minute * MINUTE.as_secs_f64();
-            return Err(wait.ceil() as u64);
-        }
-        bucket.left -= 1.0;
-        Ok(())
+        Ok(self.account(headers, peer)?.request(now)?)
     }
 }
 
@@ -138,10 +104,11 @@ fn given_key(headers: &HeaderMap) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
 }
 
-fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
+/// In the order of the file.
+fn read_keys(path: &Path) -> Result<Vec<KeyHash>, KeysError> {
     let failed = |reason: String| KeysError { path: path.to_owned(), reason };
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let mut keys = HashSet::new();
+    let mut keys: Vec<KeyHash> = Vec::new();
     for (line, key) in (1..).zip(text.lines().map(str::trim)) {
         if key.is_empty() || key.starts_with('#') {
             continue;
@@ -151,12 +118,17 @@ fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
                 "line {line}: a key has at least {MIN_KEY_CHARS} characters"
             )));
         }
-        keys.insert(Sha256::digest(key).into());
+        keys.push(Sha256::digest(key).into());
     }
     match keys.is_empty() {
         true => Err(failed("it has no key; write one a line".to_owned())),
         false => Ok(keys),
     }
+}
+
+/// Headers that tell a caller how often it may call.
+pub(super) fn told() -> impl Iterator<Item = HeaderName> {
+    limits::names().chain([header::RETRY_AFTER])
 }
 
 /// Lets requests in that the guard lets in.
@@ -166,18 +138,25 @@ pub(super) async fn admit(
     request: Request,
     next: Next,
 ) -> Response {
-    let admitted = shared.guard.admit(request.headers(), address.ip(), Instant::now());
-    let whole = match admitted {
-        Ok(()) => with_whole_body(request, shared.max_body_bytes).await,
-        Err(error) => Err(error),
+    let account = match shared.guard.account(request.headers(), address.ip()) {
+        Ok(account) => account,
+        Err(error) => return refused(&shared, error),
     };
-    match whole {
-        Ok(request) => next.run(request).await,
-        Err(error) => {
-            shared.engine.metrics.answered("refused", error.status().as_u16());
-            error.into_response()
-        }
-    }
+    let whole = match account.request(Instant::now()) {
+        Ok(()) => with_whole_body(request, shared.max_body_bytes).await,
+        Err(refusal) => Err(refusal.into()),
+    };
+    let mut response = match whole {
+        Ok(request) => account.answering(next.run(request)).await,
+        Err(error) => refused(&shared, error),
+    };
+    limits::tell(response.headers_mut(), account.left());
+    response
+}
+
+fn refused(shared: &ApiState, error: ApiError) -> Response {
+    shared.engine.metrics.answered("refused", error.status().as_u16());
+    error.into_response()
 }
 
 /// The request after all of its body has come: at most `max_bytes`, within [`BODY_TIMEOUT`].
@@ -195,6 +174,7 @@ async fn with_whole_body(request: Request, max_bytes: usize) -> Result<Request, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::accounts::MAX_CALLERS;
     use axum::http::HeaderValue;
 
     const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
@@ -208,14 +188,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("keys");
         std::fs::write(&path, text).unwrap();
-        Guard::new(GuardConfig { keys: Some(&path), ..GuardConfig::default() })
+        let config = GuardConfig { keys: Some(&path), ..GuardConfig::default() };
+        Guard::new(config, &Metrics::default())
     }
 
     fn limited(per_minute: u32, trusted_proxies: &[IpNet]) -> Guard {
-        let requests_per_minute = Some(per_minute);
-        let config =
-            GuardConfig { requests_per_minute, trusted_proxies, ..GuardConfig::default() };
-        Guard::new(config).unwrap()
+        let allowance = CallerAllowance { requests: Some(per_minute), tokens: None };
+        let config = GuardConfig { allowance, trusted_proxies, ..GuardConfig::default() };
+        Guard::new(config, &Metrics::default()).unwrap()
     }
 
     #[test]
@@ -266,7 +246,8 @@ mod tests {
         assert!(keys("# none\n").unwrap_err().to_string().contains("no key"));
         assert!(keys("\nshort\n").unwrap_err().to_string().contains("line 2"));
         let keys = Some(Path::new("/nonexistent"));
-        assert!(Guard::new(GuardConfig { keys, ..GuardConfig::default() }).is_err());
+        let config = GuardConfig { keys, ..GuardConfig::default() };
+        assert!(Guard::new(config, &Metrics::default()).is_err());
     }
 
     #[test]
@@ -293,6 +274,6 @@ mod tests {
             let ip = IpAddr::from(number.to_be_bytes());
             assert!(guard.admit(&HeaderMap::new(), ip, now).is_ok());
         }
-        assert_eq!(guard.callers.lock().len(), MAX_CALLERS);
+        assert_eq!(guard.rates.len(), MAX_CALLERS);
     }
 }

@@ -176,6 +176,7 @@ impl GenerationSettings {
                 grammar: grammar.map(Grammar::another),
                 top_logprobs,
                 echo: None,
+                account: None,
             }));
         }
         Ok(asks)
