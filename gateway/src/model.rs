@@ -153,6 +153,10 @@ impl Model {
         let needed = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(more);
         let room = needed.checked_next_multiple_of(LENGTH_STEP).unwrap_or(needed);
         let most = self.local.max_positions.map_or(room, |most| most.max(needed));
+        // A text that would wait goes before the next turn of a conversation.
+        if self.view.swarm.is_crowded() {
+            close(self.conversations.take_oldest().into_iter().collect());
+        }
         Chain::open(&self.view.swarm, room.min(most)).await
     }
 
@@ -173,6 +177,10 @@ impl Model {
 
     /// Keeps the session of a text that has ended for its next turn.
     pub fn keep(&self, chain: Chain, tokens: Vec<u32>) {
+        if self.view.swarm.is_crowded() {
+            // Others wait for its place.
+            return close(vec![chain]);
+        }
         close(self.conversations.keep(chain, tokens, Instant::now()));
     }
 
