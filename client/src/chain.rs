@@ -11,6 +11,7 @@ use swarm::wire::metadata::NextServer;
 use crate::history::History;
 use crate::session::{ServerSession, SessionError, StepInput, StepTiming};
 use crate::states::{Hidden, Prompts};
+use crate::swarm::capacity::SessionSlot;
 use crate::swarm::{RoutePurpose, Swarm, SwarmError};
 
 /// Failures of servers that one step survives.
@@ -19,6 +20,12 @@ const MAX_FAILURES_PER_STEP: usize = 12;
 /// Pause after the first server that could not be reached; doubles with each. A server that has
 /// just joined may not be known to the peers that tell its addresses.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// How long a session waits for a place on servers that have as many sessions of this node as they take.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// The same for servers in place of others: meanwhile the session holds its places on those that are left.
+const PATIENCE_OF_OPEN: Duration = Duration::from_secs(30);
 
 /// Longest of these pauses, as in Petals' client.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -88,6 +95,7 @@ impl From<Hidden> for ChainStep {
 /// One server of the chain with all it was ever sent.
 struct ChainLink {
     session: ServerSession,
+    _slot: SessionSlot,
     history: History,
     /// Whether its server takes tokens back.
     rolls_back: bool,
@@ -360,16 +368,20 @@ impl Chain {
         let opened = ServerSession::open(swarm.p2p(), swarm.prefix(), leg, self.max_length).await;
         match opened {
             Ok(session) => {
-                let fresh = self.link(session);
-                Ok(std::mem::replace(&mut self.links[at], fresh).history)
+                let rolls_back = self.swarm.rolls_back(&session.leg().peer);
+                let link = &mut self.links[at];
+                // The place on the server stays.
+                (link.session, link.rolls_back, link.is_stale) = (session, rolls_back, false);
+                Ok(std::mem::take(&mut link.history))
             }
             Err(error) => self.replace(at, error, 1).await,
         }
     }
 
-    fn link(&self, session: ServerSession) -> ChainLink {
+    fn link(&self, session: ServerSession, slot: SessionSlot) -> ChainLink {
         let rolls_back = self.swarm.rolls_back(&session.leg().peer);
-        ChainLink { session, history: History::default(), rolls_back, is_stale: false }
+        let history = History::default();
+        ChainLink { session, _slot: slot, history, rolls_back, is_stale: false }
     }
 
     /// Opens sessions along the best route through `blocks`; servers that cannot be reached are
@@ -383,7 +395,11 @@ impl Chain {
             let mut links = Vec::new();
             let mut failed = None;
             let purpose = RoutePurpose::Session { max_length: self.max_length };
-            for leg in self.swarm.route(blocks.clone(), purpose).await? {
+            let legs = self.swarm.route(blocks.clone(), purpose).await?;
+            let peers: Vec<PeerId> = legs.iter().map(|leg| leg.peer).collect();
+            let patience = if self.links.is_empty() { PATIENCE } else { PATIENCE_OF_OPEN };
+            let slots = self.swarm.session_slots(&peers, patience).await?;
+            for (leg, slot) in legs.into_iter().zip(slots) {
                 match ServerSession::open(
                     self.swarm.p2p(),
                     self.swarm.prefix(),
@@ -392,7 +408,7 @@ impl Chain {
                 )
                 .await
                 {
-                    Ok(session) => links.push(self.link(session)),
+                    Ok(session) => links.push(self.link(session, slot)),
                     Err(error) => {
                         failed = Some((leg.peer, error));
                         break;

@@ -34,6 +34,9 @@ pub enum DecodeError {
     /// The session holds the whole text already.
     #[error("there is no token to go on from")]
     NothingToSend,
+    /// Work outside of the reactor was given up.
+    #[error("the program is shutting down")]
+    Stopped,
 }
 
 /// What a [`Decoder`] is to do.
@@ -77,7 +80,7 @@ pub struct Logprobs {
 }
 
 impl Logprobs {
-    fn of(logits: &[f32], token: u32, count: usize) -> Logprobs {
+    pub(crate) fn of(logits: &[f32], token: u32, count: usize) -> Logprobs {
         let most = logits.iter().copied().filter(|l| l.is_finite()).fold(f32::MIN, f32::max);
         let finite = || (0u32..).zip(logits.iter().copied()).filter(|(_, l)| l.is_finite());
         let sum: f64 = finite().map(|(_, logit)| f64::from(logit - most).exp()).sum();

@@ -20,6 +20,7 @@ pub mod history;
 pub mod load;
 pub mod local_layers;
 pub mod probe;
+pub mod prompt_scores;
 pub mod report;
 pub mod sampling;
 pub mod session;

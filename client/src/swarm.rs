@@ -1,5 +1,6 @@
 //! The swarm as a client sees it: who serves what, how far away they are, who is banned for now.
 
+pub mod capacity;
 mod survey;
 
 use std::collections::HashSet;
@@ -17,6 +18,7 @@ use swarm::public_swarm;
 use swarm::view::{self, ServerSpan};
 use swarm::wire::records::ServerState;
 
+use capacity::SessionSlots;
 use survey::MAX_SURVEYS;
 use swarm::health::{AnsweringServers, Bans, Pings, ServerRates};
 
@@ -63,6 +65,17 @@ pub enum SwarmError {
         prefix: String,
         missing: MissingBlock,
     },
+    /// This node has as many sessions on a server as it may.
+    #[error(
+        "no place for a session within {} s: this client has {sessions} sessions on a server of the route already",
+        patience.as_secs()
+    )]
+    Crowded {
+        /// The most on one server.
+        sessions: usize,
+        /// How long it was waited for.
+        patience: Duration,
+    },
 }
 
 /// What a route is for.
@@ -89,6 +102,8 @@ pub struct Swarm {
     known: Arc<Mutex<KnownServers>>,
     /// Held while the records are read: others wait for the same reading.
     reading: Arc<tokio::sync::Mutex<()>>,
+    /// Of all models: servers count the sessions of this node together.
+    slots: Arc<SessionSlots>,
 }
 
 /// What is known of the servers.
@@ -138,7 +153,8 @@ impl Swarm {
             );
             dht.join(config.startup_timeout).await?;
             let (config, known, reading) = (Arc::new(config), Arc::default(), Arc::default());
-            Ok(Swarm { config, p2p, dht, known, reading })
+            let slots = Arc::default();
+            Ok(Swarm { config, p2p, dht, known, reading, slots })
         })
     }
 
@@ -271,6 +287,8 @@ impl Swarm {
         let candidates = self.known().candidates();
         match purpose {
             RoutePurpose::Session { max_length } => {
+                // A server whose sessions wait is passed by if others serve its blocks.
+                let candidates = without_banned(&candidates, |peer| self.slots.is_full(peer));
                 min_latency(&candidates, blocks, Some(u64::from(max_length))).map(|(legs, _)| legs)
             }
             RoutePurpose::Batch { draw } => max_throughput(&candidates, blocks, draw),

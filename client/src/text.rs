@@ -100,6 +100,19 @@ impl TextCodec {
         self.tokenizer.decode(&[token], false).unwrap_or_default()
     }
 
+    /// The entry of the vocabulary that `token` stands for; `None` outside of it.
+    pub fn name(&self, token: u32) -> Option<String> {
+        self.tokenizer.id_to_token(token)
+    }
+
+    /// Text of `tokens`, special tokens by their names.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenize`].
+    pub fn decode_all(&self, tokens: &[u32]) -> Result<String, TextError> {
+        self.tokenizer.decode(tokens, false).map_err(|e| TextError::Tokenize(e.to_string()))
+    }
+
     /// Text of `tokens` without special tokens.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ mod error;
 mod fuzz;
 mod guard;
 mod messages;
+mod numbers;
 mod page;
 #[cfg(test)]
 mod real_tokenizers;
@@ -15,25 +16,31 @@ mod request;
 mod state;
 mod stream;
 mod texts;
+mod tokens;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Path, State};
-use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 use serde_json::json;
-use tower_http::cors::{AllowOrigin, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
 use self::error::ApiError;
-use self::guard::Guard;
 pub use self::guard::KeysError;
+use self::guard::{Guard, GuardConfig};
+use crate::accounts::CallerAllowance;
 use crate::config::GatewayConfig;
 use crate::engine::Engine;
 use crate::metrics;
 use crate::model::Model;
+
+/// How long a browser need not ask again whether a page may call.
+const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
 
 /// What handlers share.
 #[derive(Clone)]
@@ -58,7 +65,15 @@ impl ApiState {
 /// # Errors
 /// [`KeysError`] if the file of keys cannot be read.
 pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, KeysError> {
-    let guard = Arc::new(Guard::new(config.api_keys.as_deref(), config.requests_per_minute)?);
+    let guard = GuardConfig {
+        keys: config.api_keys.as_deref(),
+        allowance: CallerAllowance {
+            requests: config.requests_per_minute,
+            tokens: config.tokens_per_minute,
+        },
+        trusted_proxies: &config.trusted_proxies,
+    };
+    let guard = Arc::new(Guard::new(guard, &engine.metrics)?);
     let GatewayConfig { default_max_tokens, max_body_bytes, .. } = *config;
     let shared = ApiState { engine, guard, default_max_tokens, max_body_bytes };
     let guarded = Router::new()
@@ -66,6 +81,9 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/embeddings", any(embeddings))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/api/v1/state", get(state::snapshot))
         .route("/api/v1/events", get(state::events))
         .layer(middleware::from_fn_with_state(shared.clone(), guard::admit))
@@ -74,23 +92,28 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .route("/", get(page::page))
         .route("/livez", get(async || StatusCode::OK))
         .route("/readyz", get(ready))
+        .route("/health", get(ready))
         .route("/metrics", get(scrape));
     let router = guarded.merge(open).fallback(unknown).method_not_allowed_fallback(not_allowed);
-    Ok(router.with_state(shared).layer(cors(&config.cors_origins)))
+    let router = router.with_state(shared).layer(middleware::map_response(stream::unbuffered));
+    Ok(router.layer(cors(&config.cors_origins)))
 }
 
-/// Lets web pages of these origins call the API; without any, browsers refuse.
+/// Lets web pages of these origins call the API; without any, browsers refuse. Clients send headers of
+/// their own, ever new ones: whichever the browser asks for may come.
 fn cors(origins: &[String]) -> CorsLayer {
-    let allowed = match origins {
-        [one] if one == "*" => AllowOrigin::any(),
-        some => AllowOrigin::list(some.iter().filter_map(|o| HeaderValue::from_str(o).ok())),
+    let allowed = match origins.iter().any(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o).ok())),
     };
-    let headers = [header::AUTHORIZATION, header::CONTENT_TYPE];
-    let named = ["x-stainless-lang", "x-stainless-runtime"].map(HeaderName::from_static);
     CorsLayer::new()
         .allow_origin(allowed)
         .allow_methods([Method::GET, Method::POST])
-        .allow_headers(headers.into_iter().chain(named).collect::<Vec<_>>())
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers(guard::told().collect::<Vec<_>>())
+        // A page of the web may call a gateway of this machine or of its net.
+        .allow_private_network(AllowPrivateNetwork::yes())
+        .max_age(PREFLIGHT_AGE)
 }
 
 fn entry(model: &Model) -> serde_json::Value {
@@ -136,6 +159,13 @@ async fn unknown() -> ApiError {
     ApiError::not_found("there is nothing at this path; the API is at /v1/chat/completions".into())
 }
 
-async fn not_allowed() -> ApiError {
-    ApiError::bad("this path takes another method".into(), None)
+/// The header `Allow` of the answer names the methods.
+async fn not_allowed(method: Method) -> ApiError {
+    ApiError::not_allowed(&method)
+}
+
+async fn embeddings() -> ApiError {
+    let text = "there are no embeddings here: the models of a swarm write texts, and the gateway offers no model \
+                that makes embeddings";
+    ApiError::not_found(text.into())
 }

@@ -204,6 +204,8 @@ impl Conversation {
             ends: EndRules::default(),
             stop: Vec::new(),
             top_logprobs: None,
+            echo: None,
+            account: None,
         };
         let (began, mut first) = (Instant::now(), None);
         let mut pieces = start(self.model.clone(), ask);

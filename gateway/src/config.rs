@@ -1,6 +1,6 @@
 //! Settings of `sepal gateway` and of the engine that `sepal chat` has in common with it: their flags.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use client::config::LocalConfig;
+use ipnet::IpNet;
 use shared::config::values::{maddr, metrics_addr, pause, seconds, size_bytes};
 use shared::sandbox::SandboxMode;
 
@@ -39,11 +40,18 @@ pub struct GatewayConfig {
     pub tls_key: Option<PathBuf>,
     /// Origin of web pages that may call the API, such as https://chat.example.org; * for all
     #[allow(rustdoc::bare_urls)]
-    #[arg(id = "cors_origin", long = "cors_origin", value_name = "ORIGIN", help_heading = PROTECTION)]
+    #[arg(id = "cors_origin", long = "cors_origin", value_name = "ORIGIN", value_parser = origin, help_heading = PROTECTION)]
     pub cors_origins: Vec<String>,
     /// Requests of one caller (API key, else IP address) in a minute [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
     pub requests_per_minute: Option<u32>,
+    /// Tokens of one caller (API key, else IP address) in a minute, of prompts and answers [default: no limit]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = PROTECTION)]
+    pub tokens_per_minute: Option<u32>,
+    /// Proxy, or net of proxies, whose X-Forwarded-For names the caller, such as 127.0.0.1 or 10.0.0.0/8; may be
+    /// given several times [default: none is believed]
+    #[arg(id = "trusted_proxy", long = "trusted_proxy", value_name = "ADDR", value_parser = net, help_heading = PROTECTION)]
+    pub trusted_proxies: Vec<IpNet>,
     /// Largest request
     #[arg(id = "max_body", long = "max_body", value_name = "BYTES", default_value = "8MiB", value_parser = body_bytes, help_heading = PROTECTION)]
     pub max_body_bytes: usize,
@@ -166,6 +174,27 @@ impl FromStr for GatewayModel {
             draft: None,
         })
     }
+}
+
+/// An origin as browsers write it: without a slash at its end, in lower case.
+fn origin(text: &str) -> Result<String, String> {
+    let origin = text.trim_end_matches('/').to_ascii_lowercase();
+    let is_host = |host: &str| {
+        !host.is_empty() && host.chars().all(|c| c.is_ascii_graphic() && !"/?#@*".contains(c))
+    };
+    match origin.split_once("://") {
+        Some((scheme, host)) if !scheme.is_empty() && is_host(host) => Ok(origin),
+        None if origin == "*" || origin == "null" => Ok(origin),
+        _ => Err("expected an origin such as https://chat.example.org, or * for all".to_owned()),
+    }
+}
+
+/// A net, or one address.
+fn net(text: &str) -> Result<IpNet, String> {
+    let one = || text.parse().ok().map(|ip: IpAddr| IpNet::from(ip.to_canonical()));
+    text.parse().ok().or_else(one).ok_or_else(|| {
+        "expected an IP address such as 127.0.0.1, or a net such as 10.0.0.0/8".to_owned()
+    })
 }
 
 fn body_bytes(text: &str) -> Result<usize, String> {

@@ -78,6 +78,13 @@ impl<S: KeptSession> Conversations<S> {
         kept.extract_if(.., is_old).map(|one| one.session).collect()
     }
 
+    /// Takes out the session that was not used for longest.
+    pub fn take_oldest(&self) -> Option<S> {
+        let mut kept = self.kept.lock();
+        let (index, _) = kept.iter().enumerate().min_by_key(|(_, one)| one.at)?;
+        Some(kept.swap_remove(index).session)
+    }
+
     /// Sessions that are kept.
     pub fn len(&self) -> usize {
         self.kept.lock().len()

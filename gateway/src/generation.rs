@@ -4,14 +4,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use client::decoder::{Chosen, Continuation, DecodeError, Decoder};
+use client::chain::Chain;
+use client::decoder::{Chosen, Continuation, DecodeError, Decoder, Logprobs};
 use client::end_rules::EndRules;
 use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
+use client::prompt_scores;
 use client::sampling::{Sampler, SamplingConfig};
 use p2p::task;
 use tokio::sync::mpsc;
 
+use crate::accounts::CallerAccount;
 use crate::model::Model;
 
 /// Pieces that wait for their caller.
@@ -36,6 +39,10 @@ pub struct TextRequest {
     pub grammar: Option<Grammar>,
     /// How many of the most probable tokens to name beside each.
     pub top_logprobs: Option<usize>,
+    /// The prompt as text, if it comes first, with the probabilities of its tokens if those are asked for.
+    pub echo: Option<String>,
+    /// Where its tokens are counted.
+    pub account: Option<CallerAccount>,
 }
 
 /// A token as text, with its probability.
@@ -43,7 +50,7 @@ pub struct TextRequest {
 pub struct TokenText {
     /// What it reads as, alone.
     pub text: String,
-    /// Logarithm of its probability.
+    /// Logarithm of its probability; NaN for the first token of a text, which nothing predicts.
     pub logprob: f32,
     /// The most probable tokens in its place.
     pub top: Vec<(String, f32)>,
@@ -109,8 +116,22 @@ async fn generate(
     pieces: &mpsc::Sender<Result<TextPiece, GenerationError>>,
 ) -> Result<Option<Ended>, GenerationError> {
     let sampler = Sampler::new(ask.sampling)?;
-    let session = model.session(&ask.prompt, ask.max_new_tokens).await;
-    let (chain, cached_tokens) = session.map_err(DecodeError::from)?;
+    // A session of an earlier turn has no states of its tokens left to score.
+    let scored = ask.echo.as_ref().and(ask.top_logprobs);
+    let session = match scored {
+        Some(_) => model.new_session(&ask.prompt, ask.max_new_tokens).await.map(|new| (new, 0)),
+        None => model.session(&ask.prompt, ask.max_new_tokens).await,
+    };
+    let (mut chain, cached_tokens) = session.map_err(DecodeError::from)?;
+    if let Some(text) = ask.echo {
+        let tokens = match scored {
+            Some(count) => scores(model, &mut chain, &ask.prompt, count).await?,
+            None => Vec::new(),
+        };
+        if pieces.send_timeout(Ok(TextPiece::Text { text, tokens }), STALL).await.is_err() {
+            return Ok(None);
+        }
+    }
     let task = Continuation {
         prompt: ask.prompt.to_vec(),
         max_new_tokens: ask.max_new_tokens,
@@ -124,6 +145,9 @@ async fn generate(
     let mut completion_tokens = 0;
     while let Some(Added { text, tokens }) = generation.next().await? {
         completion_tokens += tokens.len();
+        if let Some(account) = &ask.account {
+            account.answer(tokens.len());
+        }
         let tokens = tokens.iter().filter_map(|chosen| named(model, chosen)).collect();
         if pieces.send_timeout(Ok(TextPiece::Text { text, tokens }), STALL).await.is_err() {
             return Ok(None);
@@ -140,10 +164,27 @@ async fn generate(
     }))
 }
 
+/// The tokens of a prompt with their probabilities.
+async fn scores(
+    model: &Model,
+    chain: &mut Chain,
+    prompt: &[u32],
+    count: usize,
+) -> Result<Vec<TokenText>, DecodeError> {
+    let all = prompt_scores::of_prompt(chain, &model.local.head, prompt, count).await?;
+    let unknown = Logprobs { chosen: f32::NAN, top: Vec::new() };
+    let each = prompt.iter().zip(std::iter::once(&unknown).chain(&all));
+    Ok(each.map(|(token, of)| token_text(model, *token, of)).collect())
+}
+
 /// `None` for a token that is no part of the text, or if probabilities were not asked for.
 fn named(model: &Model, chosen: &Chosen) -> Option<TokenText> {
     let of = chosen.logprobs.as_ref().filter(|_| !chosen.is_eos)?;
+    Some(token_text(model, chosen.token, of))
+}
+
+fn token_text(model: &Model, token: u32, of: &Logprobs) -> TokenText {
     let text = |token: u32| model.local.codec.piece(token);
     let top = of.top.iter().map(|(token, logprob)| (text(*token), *logprob)).collect();
-    Some(TokenText { text: text(chosen.token), logprob: of.chosen, top })
+    TokenText { text: text(token), logprob: of.chosen, top }
 }

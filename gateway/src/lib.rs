@@ -11,6 +11,7 @@
 //! A caller that goes away drops the queue; the task ends, and its session with it.
 #![forbid(unsafe_code)]
 
+mod accounts;
 mod api;
 pub mod chat;
 pub mod config;

@@ -142,14 +142,45 @@ impl Model {
             chain.roll_back(u32::try_from(common).unwrap_or(u32::MAX))?;
             return Ok((chain, common));
         }
+        Ok((self.new_session(prompt, more).await?, 0))
+    }
+
+    /// A session for `prompt` and `more` tokens that holds none of them.
+    ///
+    /// # Errors
+    /// [`ChainError`] if a block has no server.
+    pub async fn new_session(&self, prompt: &[u32], more: u32) -> Result<Chain, ChainError> {
         let needed = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_add(more);
         let room = needed.checked_next_multiple_of(LENGTH_STEP).unwrap_or(needed);
         let most = self.local.max_positions.map_or(room, |most| most.max(needed));
-        Ok((Chain::open(&self.view.swarm, room.min(most)).await?, 0))
+        // A text that would wait goes before the next turn of a conversation.
+        if self.view.swarm.is_crowded() {
+            close(self.conversations.take_oldest().into_iter().collect());
+        }
+        Chain::open(&self.view.swarm, room.min(most)).await
+    }
+
+    /// Most tokens that a text may add to `prompt`, if nothing but the model and its servers limits it;
+    /// at least `least` if the model takes so many.
+    pub fn room(&self, prompt: u32, least: u32) -> u32 {
+        let of_model = self.local.max_positions.map(|most| most.saturating_sub(prompt));
+        let cache = self.view.swarm.longest_session();
+        let cache = cache.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
+        let of_cache = cache.map(|tokens| tokens.saturating_sub(prompt).max(least));
+        match (of_model, of_cache) {
+            (Some(model), Some(cache)) => model.min(cache),
+            (Some(model), None) => model,
+            // Of a model that names no longest text, a session of any length would be asked for.
+            (None, _) => least,
+        }
     }
 
     /// Keeps the session of a text that has ended for its next turn.
     pub fn keep(&self, chain: Chain, tokens: Vec<u32>) {
+        if self.view.swarm.is_crowded() {
+            // Others wait for its place.
+            return close(vec![chain]);
+        }
         close(self.conversations.keep(chain, tokens, Instant::now()));
     }
 

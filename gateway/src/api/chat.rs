@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use super::ApiState;
 use super::error::ApiError;
 use super::messages;
+use super::numbers::whole;
 use super::request::{self, GenerationSettings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, Texts, Usage, finish_name};
@@ -26,6 +27,7 @@ use crate::template::{PromptEnding, TemplateInput};
 
 #[derive(Debug, Deserialize)]
 pub(super) struct ChatRequest {
+    #[serde(default)]
     model: String,
     messages: Vec<Variable>,
     #[serde(default)]
@@ -39,7 +41,7 @@ pub(super) struct ChatRequest {
     continue_final_message: Option<bool>,
     #[serde(default)]
     logprobs: Option<bool>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "whole")]
     top_logprobs: Option<u32>,
     #[serde(flatten)]
     pub(super) settings: GenerationSettings,
@@ -127,7 +129,7 @@ fn given(
 }
 
 /// The tokens of a conversation, after which the assistant speaks.
-async fn prompt(model: &Arc<Model>, input: TemplateInput) -> Result<Vec<u32>, ApiError> {
+pub(super) async fn prompt(model: &Arc<Model>, input: TemplateInput) -> Result<Vec<u32>, ApiError> {
     let model = model.clone();
     let prompt = request::outside(move || model.chat_prompt(&input)).await?;
     prompt.map_err(|error| {

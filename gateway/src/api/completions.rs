@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::ApiState;
 use super::error::ApiError;
+use super::numbers::whole;
 use super::request::{self, GenerationSettings, unix_seconds};
 use super::stream::{self, Chunks};
 use super::texts::{self, Texts, Usage, Whole, finish_name};
@@ -20,15 +21,16 @@ use crate::model::Model;
 
 #[derive(Debug, Deserialize)]
 pub(super) struct CompletionRequest {
+    #[serde(default)]
     model: String,
     prompt: Prompt,
     #[serde(default)]
     echo: Option<bool>,
     #[serde(default)]
     suffix: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "whole")]
     best_of: Option<u32>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "whole")]
     logprobs: Option<u32>,
     #[serde(flatten)]
     pub(super) settings: GenerationSettings,
@@ -45,18 +47,19 @@ enum Prompt {
 }
 
 impl Prompt {
-    /// The tokens of each prompt.
-    fn tokens(self, codec: &TextCodec) -> Result<Vec<Vec<u32>>, TextError> {
+    /// Each prompt as tokens and as text.
+    fn read(self, codec: &TextCodec) -> Result<Vec<(Vec<u32>, String)>, TextError> {
         // Without a text there is nothing to begin with: the token that starts a sequence alone is no prompt.
         let encode = |text: String| match text.is_empty() {
-            true => Ok(Vec::new()),
-            false => codec.encode(&text),
+            true => Ok((Vec::new(), text)),
+            false => codec.encode(&text).map(|tokens| (tokens, text)),
         };
+        let decode = |tokens: Vec<u32>| codec.decode(&tokens).map(|text| (tokens, text));
         match self {
             Prompt::Text(text) => Ok(vec![encode(text)?]),
-            Prompt::Tokens(tokens) => Ok(vec![tokens]),
+            Prompt::Tokens(tokens) => Ok(vec![decode(tokens)?]),
             Prompt::Texts(texts) => texts.into_iter().map(encode).collect(),
-            Prompt::ListsOfTokens(lists) => Ok(lists),
+            Prompt::ListsOfTokens(lists) => lists.into_iter().map(decode).collect(),
         }
     }
 }
@@ -67,10 +70,9 @@ pub(super) async fn create(State(shared): State<ApiState>, body: Bytes) -> Respo
 }
 
 async fn answer(shared: &ApiState, body: &Bytes) -> Result<Response, ApiError> {
-    let request: CompletionRequest = request::parse(body)?;
+    let mut request: CompletionRequest = request::parse(body)?;
     let model = request::model(&shared.engine, &request.model)?;
     let unsupported = [
-        ("echo", request.echo == Some(true)),
         ("suffix", request.suffix.is_some()),
         (
             "best_of",
@@ -81,13 +83,21 @@ async fn answer(shared: &ApiState, body: &Bytes) -> Result<Response, ApiError> {
         return Err(ApiError::bad(format!("{name} is not supported: leave it out"), Some(name)));
     }
     let (prompt, owned) = (request.prompt, model.clone());
-    let prompts = request::outside(move || prompt.tokens(&owned.local.codec)).await?;
-    let prompts = prompts.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))?;
+    let read = request::outside(move || prompt.read(&owned.local.codec)).await?;
+    let read = read.map_err(|error| ApiError::bad(error.to_string(), Some("prompt")))?;
+    let (prompts, texts): (Vec<_>, Vec<_>) = read.into_iter().unzip();
+    let has_echo = request.echo == Some(true);
+    request.settings.may_add_nothing = has_echo;
     let settings = &request.settings;
     let top = request.logprobs;
     let grammar = settings.grammar(model).await?;
-    let asks = settings.asks(prompts, grammar.as_ref(), model, shared.default_max_tokens, top)?;
+    let mut asks =
+        settings.asks(prompts, grammar.as_ref(), model, shared.default_max_tokens, top)?;
     let count = asks.len();
+    if has_echo {
+        let of_each = texts.iter().flat_map(|text| vec![text; count / texts.len().max(1)]);
+        asks.iter_mut().zip(of_each).for_each(|(ask, text)| ask.echo = Some(text.clone()));
+    }
     let texts = Texts::start(shared, model, asks)?;
     let head = TextHead::of(model);
     let names = top.is_some();
@@ -161,11 +171,16 @@ impl Chunks for TextChunks {
 /// The older form of probabilities: parallel lists.
 fn logprobs(tokens: &[TokenText]) -> Value {
     let texts: Vec<&str> = tokens.iter().map(|token| token.text.as_str()).collect();
-    let chosen: Vec<f32> = tokens.iter().map(|token| token.logprob).collect();
+    let is_known = |token: &TokenText| !token.logprob.is_nan();
+    let chosen: Vec<Option<f32>> =
+        tokens.iter().map(|token| is_known(token).then_some(token.logprob)).collect();
     let top: Vec<Value> = tokens
         .iter()
-        .map(|token| {
-            token.top.iter().map(|(text, logprob)| (text.clone(), json!(logprob))).collect()
+        .map(|token| match is_known(token) {
+            false => Value::Null,
+            true => {
+                token.top.iter().map(|(text, logprob)| (text.clone(), json!(logprob))).collect()
+            }
         })
         .collect();
     let mut at = 0;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use client::chain::ChainError;
 use client::decoder::DecodeError;
@@ -12,6 +12,7 @@ use client::swarm::SwarmError;
 use serde_json::{Value, json};
 use shared::error_chain::with_causes;
 
+use crate::accounts::Refusal;
 use crate::engine::Engine;
 use crate::model::Model;
 use crate::view::ModelServers;
@@ -60,6 +61,14 @@ impl ApiError {
     /// Nothing has this name.
     pub fn not_found(message: String) -> ApiError {
         ApiError::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    /// A path that takes other methods.
+    pub fn not_allowed(method: &Method) -> ApiError {
+        let method: String = method.as_str().chars().take(20).collect();
+        let text =
+            format!("this path does not take {method}: the header Allow names what it takes");
+        ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", text)
     }
 
     /// A model that is not offered.
@@ -133,6 +142,12 @@ impl ApiError {
     pub fn body(&self) -> Value {
         let ApiError { message, kind, param, code, .. } = self;
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> ApiError {
+        ApiError::too_many(refusal.to_string(), refusal.wait_s())
     }
 }
 

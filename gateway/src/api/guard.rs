@@ -1,29 +1,34 @@
 //! Who may call, and how often.
 
-use std::collections::{HashMap, HashSet};
+mod forwarded;
+mod limits;
+
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderName, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
-use parking_lot::Mutex;
+use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
 use super::ApiState;
 use super::error::ApiError;
+use crate::accounts::{CallerAccount, CallerAllowance, CallerKey, CallerRates, KeyHash};
+use crate::metrics::{KeyUsage, Metrics};
 
-/// Callers whose rate is remembered; the longest silent ones are forgotten.
-const MAX_CALLERS: usize = 10_000;
 /// How long the body of a request may take.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
-const MINUTE: Duration = Duration::from_secs(60);
 /// Shortest key: shorter ones can be guessed.
 const MIN_KEY_CHARS: usize = 16;
+/// Keys that `/metrics` tells apart, the first ones of the file.
+const MAX_NAMED_KEYS: usize = 1000;
 
 /// Why the keys cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -33,29 +38,23 @@ pub struct KeysError {
     reason: String,
 }
 
-type Hash = [u8; 32];
-
-/// Who is counted together.
-#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
-enum CallerKey {
-    Key(Hash),
-    Address(IpAddr),
-}
-
-/// A bucket of requests that fills up within a minute.
-#[derive(Debug)]
-struct Bucket {
-    left: f64,
-    at: Instant,
+/// What callers are held to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GuardConfig<'a> {
+    /// File of keys; without one everybody may call.
+    pub keys: Option<&'a Path>,
+    pub allowance: CallerAllowance,
+    /// Proxies whose word on the caller's address is taken.
+    pub trusted_proxies: &'a [IpNet],
 }
 
 /// Keys and rates.
 #[derive(Debug)]
 pub struct Guard {
-    /// SHA-256 of each key: looking one up tells nothing of the others.
-    keys: Option<HashSet<Hash>>,
-    per_minute: Option<u32>,
-    callers: Mutex<HashMap<CallerKey, Bucket>>,
+    /// The usage of each key, by its SHA-256: looking one up tells nothing of the others.
+    keys: Option<HashMap<KeyHash, KeyUsage>>,
+    rates: Arc<CallerRates>,
+    trusted_proxies: Vec<IpNet>,
 }
 
 impl Guard {
@@ -63,65 +62,53 @@ impl Guard {
     ///
     /// # Errors
     /// [`KeysError`]: the file, no key in it, or one that is too short.
-    pub fn new(keys: Option<&Path>, per_minute: Option<u32>) -> Result<Guard, KeysError> {
-        let keys = keys.map(read_keys).transpose()?;
-        Ok(Guard { keys, per_minute, callers: Mutex::default() })
+    pub fn new(config: GuardConfig<'_>, metrics: &Metrics) -> Result<Guard, KeysError> {
+        let keys = config.keys.map(read_keys).transpose()?;
+        let usage = |(index, hash): (usize, KeyHash)| {
+            let name = format!("{:02x}{:02x}{:02x}{:02x}", hash[0], hash[1], hash[2], hash[3]);
+            let name = if index < MAX_NAMED_KEYS { name } else { "others".to_owned() };
+            (hash, metrics.key(name))
+        };
+        let keys = keys.map(|keys| keys.into_iter().enumerate().map(usage).collect());
+        let trusted_proxies = config.trusted_proxies.to_vec();
+        Ok(Guard { keys, rates: Arc::new(CallerRates::new(config.allowance)), trusted_proxies })
+    }
+
+    /// Who calls.
+    fn account(&self, headers: &HeaderMap, peer: IpAddr) -> Result<CallerAccount, ApiError> {
+        let (caller, usage) = match &self.keys {
+            None => {
+                let ip = forwarded::caller(headers, peer, &self.trusted_proxies);
+                (CallerKey::Address(ip), None)
+            }
+            Some(keys) => {
+                let hash: KeyHash = Sha256::digest(given_key(headers).unwrap_or_default()).into();
+                let usage = keys.get(&hash).ok_or_else(ApiError::no_key)?;
+                (CallerKey::Key(hash), Some(usage.clone()))
+            }
+        };
+        Ok(CallerAccount::new(self.rates.clone(), caller, usage))
     }
 
     /// Lets a request in, or says why not.
-    fn admit(&self, headers: &HeaderMap, ip: IpAddr, now: Instant) -> Result<(), ApiError> {
-        let caller = match &self.keys {
-            None => CallerKey::Address(ip),
-            Some(keys) => {
-                let given =
-                    headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-                let given = given.and_then(|value| value.strip_prefix("Bearer "));
-                let hash: Hash = Sha256::digest(given.unwrap_or_default().trim()).into();
-                match keys.contains(&hash) {
-                    true => CallerKey::Key(hash),
-                    false => return Err(ApiError::no_key()),
-                }
-            }
-        };
-        let Some(per_minute) = self.per_minute else {
-            return Ok(());
-        };
-        self.count(caller, f64::from(per_minute), now).map_err(|seconds| {
-            let text =
-                format!("more than {per_minute} requests in a minute; try again in {seconds} s");
-            ApiError::too_many(text, seconds)
-        })
-    }
-
-    /// Takes one request from the caller's bucket; `Err` is when there will be one again.
-    fn count(&self, caller: CallerKey, per_minute: f64, now: Instant) -> Result<(), u64> {
-        let mut callers = self.callers.lock();
-        if callers.len() >= MAX_CALLERS && !callers.contains_key(&caller) {
-            callers.retain(|_, bucket| now.duration_since(bucket.at) < MINUTE);
-            if callers.len() >= MAX_CALLERS {
-                let oldest = callers.iter().min_by_key(|(_, bucket)| bucket.at);
-                let oldest = oldest.map(|(caller, _)| *caller);
-                oldest.map(|caller| callers.remove(&caller));
-            }
-        }
-        let bucket = callers.entry(caller).or_insert(Bucket { left: per_minute, at: now });
-        let gained =
-            now.duration_since(bucket.at).as_secs_f64() / MINUTE.as_secs_f64() * per_minute;
-        bucket.left = (bucket.left + gained).min(per_minute);
-        bucket.at = now;
-        if bucket.left < 1.0 {
-            let wait = (1.0 - bucket.left) / per_minute * MINUTE.as_secs_f64();
-            return Err(wait.ceil() as u64);
-        }
-        bucket.left -= 1.0;
-        Ok(())
+    #[cfg(test)]
+    fn admit(&self, headers: &HeaderMap, peer: IpAddr, now: Instant) -> Result<(), ApiError> {
+        Ok(self.account(headers, peer)?.request(now)?)
     }
 }
 
-fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
+/// The key that a request comes with. Names of schemes have no case (RFC 9110, 11.1).
+fn given_key(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, key) = value.trim().split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
+}
+
+/// In the order of the file.
+fn read_keys(path: &Path) -> Result<Vec<KeyHash>, KeysError> {
     let failed = |reason: String| KeysError { path: path.to_owned(), reason };
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
-    let mut keys = HashSet::new();
+    let mut keys: Vec<KeyHash> = Vec::new();
     for (line, key) in (1..).zip(text.lines().map(str::trim)) {
         if key.is_empty() || key.starts_with('#') {
             continue;
@@ -131,12 +118,17 @@ fn read_keys(path: &Path) -> Result<HashSet<Hash>, KeysError> {
                 "line {line}: a key has at least {MIN_KEY_CHARS} characters"
             )));
         }
-        keys.insert(Sha256::digest(key).into());
+        keys.push(Sha256::digest(key).into());
     }
     match keys.is_empty() {
         true => Err(failed("it has no key; write one a line".to_owned())),
         false => Ok(keys),
     }
+}
+
+/// Headers that tell a caller how often it may call.
+pub(super) fn told() -> impl Iterator<Item = HeaderName> {
+    limits::names().chain([header::RETRY_AFTER])
 }
 
 /// Lets requests in that the guard lets in.
@@ -146,18 +138,25 @@ pub(super) async fn admit(
     request: Request,
     next: Next,
 ) -> Response {
-    let admitted = shared.guard.admit(request.headers(), address.ip(), Instant::now());
-    let whole = match admitted {
-        Ok(()) => with_whole_body(request, shared.max_body_bytes).await,
-        Err(error) => Err(error),
+    let account = match shared.guard.account(request.headers(), address.ip()) {
+        Ok(account) => account,
+        Err(error) => return refused(&shared, error),
     };
-    match whole {
-        Ok(request) => next.run(request).await,
-        Err(error) => {
-            shared.engine.metrics.answered("refused", error.status().as_u16());
-            error.into_response()
-        }
-    }
+    let whole = match account.request(Instant::now()) {
+        Ok(()) => with_whole_body(request, shared.max_body_bytes).await,
+        Err(refusal) => Err(refusal.into()),
+    };
+    let mut response = match whole {
+        Ok(request) => account.answering(next.run(request)).await,
+        Err(error) => refused(&shared, error),
+    };
+    limits::tell(response.headers_mut(), account.left());
+    response
+}
+
+fn refused(shared: &ApiState, error: ApiError) -> Response {
+    shared.engine.metrics.answered("refused", error.status().as_u16());
+    error.into_response()
 }
 
 /// The request after all of its body has come: at most `max_bytes`, within [`BODY_TIMEOUT`].
@@ -175,6 +174,7 @@ async fn with_whole_body(request: Request, max_bytes: usize) -> Result<Request, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::accounts::MAX_CALLERS;
     use axum::http::HeaderValue;
 
     const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
@@ -188,7 +188,45 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("keys");
         std::fs::write(&path, text).unwrap();
-        Guard::new(Some(&path), None)
+        let config = GuardConfig { keys: Some(&path), ..GuardConfig::default() };
+        Guard::new(config, &Metrics::default())
+    }
+
+    fn limited(per_minute: u32, trusted_proxies: &[IpNet]) -> Guard {
+        let allowance = CallerAllowance { requests: Some(per_minute), tokens: None };
+        let config = GuardConfig { allowance, trusted_proxies, ..GuardConfig::default() };
+        Guard::new(config, &Metrics::default()).unwrap()
+    }
+
+    #[test]
+    fn the_name_of_the_scheme_has_no_case() {
+        let guard = keys("0123456789abcdef\n").unwrap();
+        let admit = |value: &str| {
+            let value = HeaderValue::from_str(value).unwrap();
+            let headers = HeaderMap::from_iter([(header::AUTHORIZATION, value)]);
+            guard.admit(&headers, HERE, Instant::now()).is_ok()
+        };
+        for scheme in ["Bearer", "bearer", "BEARER", "bEaReR"] {
+            assert!(admit(&format!("{scheme} 0123456789abcdef")), "{scheme}");
+            assert!(admit(&format!("{scheme}   0123456789abcdef  ")), "{scheme}");
+        }
+        for wrong in ["0123456789abcdef", "Basic 0123456789abcdef", "Bearer0123456789abcdef"] {
+            assert!(!admit(wrong), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn callers_behind_a_trusted_proxy_have_rates_of_their_own() {
+        let admit = |guard: &Guard, value: &'static str| {
+            let value = HeaderValue::from_static(value);
+            let name = axum::http::HeaderName::from_static("x-forwarded-for");
+            guard.admit(&HeaderMap::from_iter([(name, value)]), HERE, Instant::now()).is_ok()
+        };
+        let guard = limited(1, &[HERE.into()]);
+        assert!(admit(&guard, "1.2.3.4") && admit(&guard, "1.2.3.5"));
+        assert!(!admit(&guard, "9.9.9.9, 1.2.3.4"));
+        let alone = limited(1, &[]);
+        assert!(admit(&alone, "1.2.3.4") && !admit(&alone, "1.2.3.5"));
     }
 
     #[test]
@@ -207,12 +245,14 @@ mod tests {
     fn files_without_keys_and_short_keys_are_refused() {
         assert!(keys("# none\n").unwrap_err().to_string().contains("no key"));
         assert!(keys("\nshort\n").unwrap_err().to_string().contains("line 2"));
-        assert!(Guard::new(Some(Path::new("/nonexistent")), None).is_err());
+        let keys = Some(Path::new("/nonexistent"));
+        let config = GuardConfig { keys, ..GuardConfig::default() };
+        assert!(Guard::new(config, &Metrics::default()).is_err());
     }
 
     #[test]
     fn a_caller_has_its_requests_of_a_minute_and_others_theirs() {
-        let guard = Guard::new(None, Some(3)).unwrap();
+        let guard = limited(3, &[]);
         let now = Instant::now();
         let admit =
             |ip: IpAddr, at| guard.admit(&HeaderMap::new(), ip, now + Duration::from_secs(at));
@@ -228,12 +268,12 @@ mod tests {
 
     #[test]
     fn the_number_of_callers_is_bounded() {
-        let guard = Guard::new(None, Some(1)).unwrap();
+        let guard = limited(1, &[]);
         let now = Instant::now();
         for number in 0..MAX_CALLERS as u32 + 50 {
             let ip = IpAddr::from(number.to_be_bytes());
             assert!(guard.admit(&HeaderMap::new(), ip, now).is_ok());
         }
-        assert_eq!(guard.callers.lock().len(), MAX_CALLERS);
+        assert_eq!(guard.rates.len(), MAX_CALLERS);
     }
 }

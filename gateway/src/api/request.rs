@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use super::ends::EndSettings;
 use super::error::ApiError;
+use super::numbers::whole;
 use crate::engine::Engine;
 use crate::generation::TextRequest;
 use crate::model::Model;
@@ -42,26 +43,35 @@ pub enum OneOrMany {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct GenerationSettings {
+    #[serde(deserialize_with = "whole")]
     pub n: Option<u32>,
     /// Whether pieces come as they are made.
     pub stream: Option<bool>,
     /// What else a stream tells.
     pub stream_options: Option<StreamOptions>,
+    /// -1 is as many as the model takes.
+    #[serde(deserialize_with = "whole")]
     max_tokens: Option<i64>,
+    #[serde(deserialize_with = "whole")]
     max_completion_tokens: Option<i64>,
     temperature: Option<f32>,
     top_p: Option<f32>,
+    #[serde(deserialize_with = "whole")]
     top_k: Option<i64>,
     min_p: Option<f32>,
     frequency_penalty: Option<f32>,
     presence_penalty: Option<f32>,
     repetition_penalty: Option<f32>,
     logit_bias: Option<BTreeMap<String, f32>>,
+    #[serde(deserialize_with = "whole")]
     seed: Option<i64>,
     stop: Option<OneOrMany>,
     response_format: Option<ResponseFormat>,
     #[serde(flatten)]
     ends: EndSettings,
+    /// Whether 0 tokens may be asked for, because the answer has the prompt, too.
+    #[serde(skip)]
+    pub may_add_nothing: bool,
 }
 
 /// The form of an answer.
@@ -152,7 +162,10 @@ impl GenerationSettings {
         };
         let mut asks = Vec::with_capacity(count * choices as usize);
         for prompt in prompts {
-            check_prompt(&prompt, model.local.head.vocabulary())?;
+            if prompt.is_empty() {
+                return Err(ApiError::bad("the prompt is empty".to_owned(), Some("prompt")));
+            }
+            check_tokens(&prompt, model.local.head.vocabulary(), "prompt")?;
             let max_new_tokens = self.max_new_tokens(prompt.len(), model, default_max_tokens)?;
             let ends = self.ends.rules(model.local.head.vocabulary(), max_new_tokens)?;
             let prompt: Arc<[u32]> = prompt.into();
@@ -167,6 +180,8 @@ impl GenerationSettings {
                 stop: stop.clone(),
                 grammar: grammar.map(Grammar::another),
                 top_logprobs,
+                echo: None,
+                account: None,
             }));
         }
         Ok(asks)
@@ -188,12 +203,14 @@ impl GenerationSettings {
         let room = model.local.max_positions.map(|most| most.saturating_sub(prompt));
         let asked = match self.max_completion_tokens.or(self.max_tokens) {
             None => default.min(room.unwrap_or(default)),
+            Some(-1) => model.room(prompt, default),
             Some(asked) => u32::try_from(asked).map_err(|_| {
-                out_of_range("max_tokens", asked, "a number from 1 to the length of the model")
+                let expected = "1 to the length of the model, or -1 for as many as fit";
+                out_of_range("max_tokens", asked, expected)
             })?,
         };
         if let Some(most) = model.local.max_positions
-            && (room.is_some_and(|room| asked > room) || room == Some(0))
+            && (room.is_some_and(|room| asked > room) || room == Some(0) && !self.may_add_nothing)
         {
             return Err(ApiError::too_long(format!(
                 "the prompt has {prompt} tokens and the answer {asked} at most; {} takes {most} together",
@@ -201,6 +218,7 @@ impl GenerationSettings {
             )));
         }
         match asked {
+            0 if self.may_add_nothing => Ok(0),
             0 => Err(out_of_range("max_tokens", 0, "1 or more")),
             asked => Ok(asked),
         }
@@ -265,13 +283,16 @@ impl GenerationSettings {
     }
 }
 
-fn check_prompt(prompt: &[u32], vocabulary: usize) -> Result<(), ApiError> {
-    let bad = |text: String| Err(ApiError::bad(text, Some("prompt")));
-    if prompt.is_empty() {
-        return bad("the prompt is empty".to_owned());
-    }
-    match prompt.iter().find(|token| **token as usize >= vocabulary) {
-        Some(token) => bad(format!("token {token} is outside the vocabulary of {vocabulary}")),
+/// Checks tokens that a caller sends as `name`.
+///
+/// # Errors
+/// One that the model does not have.
+pub fn check_tokens(tokens: &[u32], vocabulary: usize, name: &'static str) -> Result<(), ApiError> {
+    match tokens.iter().find(|token| **token as usize >= vocabulary) {
+        Some(token) => {
+            let text = format!("token {token} is outside the vocabulary of {vocabulary}");
+            Err(ApiError::bad(text, Some(name)))
+        }
         None => Ok(()),
     }
 }
@@ -301,11 +322,15 @@ pub fn parse<T: DeserializeOwned>(body: &Bytes) -> Result<T, ApiError> {
         .map_err(|error| ApiError::bad(format!("cannot read the body as JSON: {error}"), None))
 }
 
-/// The model that a request names.
+/// The model that a request names; the only one if it names none.
 ///
 /// # Errors
 /// It is not offered here.
 pub fn model<'a>(engine: &'a Engine, name: &str) -> Result<&'a Arc<Model>, ApiError> {
+    let mut all = engine.models();
+    if let (true, Some(only), None) = (name.is_empty(), all.next(), all.next()) {
+        return Ok(only);
+    }
     engine.model(name).ok_or_else(|| ApiError::unknown_model(name, engine))
 }
 

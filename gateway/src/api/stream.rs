@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::Duration;
 
+use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
@@ -13,8 +14,13 @@ use super::error::ApiError;
 use super::texts::{Texts, Usage};
 use crate::generation::TextPiece;
 
+/// A stream opens at the latest this long after its texts began, so that no caller and no proxy takes it for
+/// dead. Longer than the wait for servers by default: that there are none has a status.
+const OPENING: Duration = Duration::from_secs(7);
 /// A comment is sent if nothing was for this long, so that proxies keep the connection.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+const PULSE: Duration = Duration::from_secs(5);
+/// What says that an answer may be sent on as it comes, to nginx and those that do as it does.
+const BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// What a kind of completion makes of the pieces of its texts.
 pub trait Chunks: Send + 'static {
@@ -34,18 +40,25 @@ struct Streaming<C> {
     has_ended: bool,
 }
 
-/// Answers with a stream. The first piece is waited for, so that a request that fails has its status.
+/// Answers with a stream. The first piece is waited for, so that a request that fails soon has its status;
+/// after [`OPENING`] the stream opens without it, and errors are events.
 ///
 /// # Errors
-/// Of a text that fails before its first piece.
+/// Of a text that fails before the stream opens.
 pub async fn respond<C: Chunks>(
     mut texts: Texts,
     mut chunks: C,
     tells_usage: bool,
 ) -> Result<Response, ApiError> {
-    let first = texts.next().await.transpose()?;
+    let first = tokio::time::timeout(OPENING, texts.next()).await;
     let mut ready: VecDeque<Event> = chunks.opening().iter().map(event).collect();
-    ready.extend(first.and_then(|(index, piece)| chunk(&mut chunks, index, &piece)));
+    match first {
+        Ok(first) => {
+            let first = first.transpose()?;
+            ready.extend(first.and_then(|(index, piece)| chunk(&mut chunks, index, &piece)));
+        }
+        Err(_) => ready.push_front(Event::default().comment("waiting for the first token")),
+    }
     let state = Streaming { texts, chunks, tells_usage, ready, has_ended: false };
     let events = stream::unfold(state, async |mut state| {
         while state.ready.is_empty() && !state.has_ended {
@@ -54,8 +67,18 @@ pub async fn respond<C: Chunks>(
         let event = state.ready.pop_front()?;
         Some((Ok::<_, Infallible>(event), state))
     });
-    let events = Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE));
-    Ok(events.into_response())
+    Ok(Sse::new(events).keep_alive(KeepAlive::new().interval(PULSE)).into_response())
+}
+
+/// Asks proxies to send streams on piece by piece; other answers stay as they are.
+pub async fn unbuffered(mut response: Response) -> Response {
+    let headers = response.headers_mut();
+    let kind = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    if kind.is_some_and(|kind| kind.starts_with(b"text/event-stream")) {
+        headers.insert(BUFFERING, HeaderValue::from_static("no"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    }
+    response
 }
 
 impl<C: Chunks> Streaming<C> {

@@ -11,6 +11,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::ApiState;
 use super::error::ApiError;
+use crate::accounts::CallerAccount;
 use crate::engine::Engine;
 use crate::generation::{Ended, Pieces, TextPiece, TextRequest, TokenText, start};
 use crate::metrics::UnderWay;
@@ -56,11 +57,11 @@ impl Texts {
     /// Starts a text for each of `asks`.
     ///
     /// # Errors
-    /// Too many texts are under way.
+    /// Too many texts are under way, or the caller has no tokens left.
     pub fn start(
         shared: &ApiState,
         model: &Arc<Model>,
-        asks: Vec<TextRequest>,
+        mut asks: Vec<TextRequest>,
     ) -> Result<Texts, ApiError> {
         let engine = shared.engine.clone();
         let slot = || {
@@ -72,6 +73,10 @@ impl Texts {
         let under_way = permits.into_iter().map(|permit| (engine.metrics.text(), permit)).collect();
         let prompts = asks.chunk_by(|a, b| Arc::ptr_eq(&a.prompt, &b.prompt));
         let prompt = prompts.filter_map(<[TextRequest]>::first).map(|ask| ask.prompt.len()).sum();
+        if let Some(account) = CallerAccount::of_request() {
+            account.prompt(prompt)?;
+            asks.iter_mut().for_each(|ask| ask.account = Some(account.clone()));
+        }
         let left = u32::try_from(asks.len()).unwrap_or(u32::MAX);
         let queue = |(index, mut pieces): (u32, Pieces)| {
             let next = move |cx: &mut Context<'_>| {

@@ -62,3 +62,43 @@ fn a_server_that_is_lost_within_a_stream_is_replaced_unseen() {
     // The other server alone, undisturbed.
     assert_eq!(text_of_both, text(&gateway.done("/v1/completions", &wanted)));
 }
+
+/// A stream of a text whose server has not answered yet, up to its first comment.
+fn opened(gateway: &Gateway) -> impl Iterator<Item = String> {
+    let body = completion(&json!({"stream": true, "logit_bias": {"1": -100}}));
+    let stream = gateway.send("POST", "/v1/completions", "", &body.to_string());
+    let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
+    let head: Vec<String> = lines.by_ref().take_while(|line| !line.is_empty()).collect();
+    let head = head.join("\n").to_lowercase();
+    assert!(head.contains(" 200 "), "{head}");
+    assert!(head.contains("x-accel-buffering: no"), "{head}");
+    assert!(head.contains("cache-control: no-cache"), "{head}");
+    let first = lines.next().expect("a comment");
+    assert!(first.starts_with(':'), "{first}");
+    lines
+}
+
+#[test]
+fn a_stream_opens_before_its_first_token_and_goes_on_or_says_what_failed() {
+    let sepal = serve(&["--hang_timeout", "3600"]);
+    let gateway = Gateway::start(&sepal.addr(), &["--route_timeout", "1"]);
+    let worker = rank(&sepal, 0);
+    let pause = |signal| kill(worker, signal).expect("the worker is there");
+    pause(Signal::SIGSTOP);
+    let mut lines = opened(&gateway);
+    // More comments come while it waits.
+    assert!(lines.by_ref().any(|line| line.starts_with(':')));
+    pause(Signal::SIGCONT);
+    let rest: Vec<String> = lines.filter(|line| line.starts_with("data: ")).collect();
+    assert!(rest.len() > 2 && rest.iter().all(|line| !line.contains("\"error\"")), "{rest:?}");
+    assert_eq!(rest.last().map(String::as_str), Some("data: [DONE]"));
+
+    pause(Signal::SIGSTOP);
+    let lines = opened(&gateway);
+    sepal.kill();
+    let rest: Vec<String> = lines.filter(|line| line.starts_with("data: ")).collect();
+    let [error] = rest.as_slice() else { panic!("one event: {rest:?}") };
+    let error: Value = serde_json::from_str(error.trim_start_matches("data: ")).expect("JSON");
+    assert_eq!(error["error"]["type"], "server_error", "{error}");
+    assert!(error["error"]["message"].is_string(), "{error}");
+}

@@ -1,8 +1,10 @@
 //! `sepal gateway` from outside: texts, streams, conversations, errors, servers that are lost while a text is
 //! under way; and `sepal chat`. Requests are written by hand; the official clients are in `tests/openai`.
 
+mod budgets;
 mod chat;
 mod context;
+mod evaluation;
 mod losses;
 mod requests;
 mod texts;
@@ -46,6 +48,14 @@ impl Gateway {
 
     fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
         http::exchange(&self.addr, &http::request(method, path, headers, body))
+    }
+
+    /// The whole answer, with its headers.
+    fn raw(&self, method: &str, path: &str, headers: &str, body: &str) -> String {
+        let mut answer = String::new();
+        let mut stream = self.send(method, path, headers, body);
+        std::io::Read::read_to_string(&mut stream, &mut answer).expect("an answer");
+        answer
     }
 
     fn get(&self, path: &str) -> (u16, Value) {

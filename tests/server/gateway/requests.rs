@@ -38,7 +38,6 @@ fn bad_requests_get_errors_in_the_shape_of_the_api_and_others_go_on() {
         (bad(json!({"prompt": ["a", ""]})), 400, "empty"),
         (bad(json!({"prompt": vec!["a"; 17]})), 400, "17 prompts"),
         (bad(json!({"prompt": ["a", "b", "c"], "n": 6})), 400, "3 prompts with n 6"),
-        (bad(json!({"echo": true})), 400, "echo"),
         (bad(json!({"logprobs": 99})), 400, "0 to 20"),
         (bad(long), 400, "2048"),
         (bad(json!({"prompt": "x".repeat(80_000)})), 413, "more than 65536 bytes"),
@@ -55,7 +54,7 @@ fn bad_requests_get_errors_in_the_shape_of_the_api_and_others_go_on() {
         assert_eq!((status, message.contains(part)), (expected, true), "{body:.80}: {answer}");
         assert!(answer["error"]["type"].is_string(), "{answer}");
     }
-    assert_eq!(gateway.ask("GET", path, "", "").0, 400);
+    assert_eq!(gateway.ask("GET", path, "", "").0, 405);
     let (_, answer) = gateway.post(path, &completion(&json!({"prompt": vec![5; 2048]})));
     assert_eq!(answer["error"]["code"], "context_length_exceeded");
     gateway.done(path, &completion(&json!({})));
@@ -161,4 +160,50 @@ fn a_certificate_makes_it_https_and_a_wrong_one_is_refused_by_name() {
     assert_eq!(refused.wait().code(), Some(2));
     let line = refused.wait_line("cannot use the certificate", 1);
     assert!(line.contains(&certificate) && line.contains(&key), "{line}");
+}
+
+#[test]
+fn pages_of_allowed_origins_may_send_the_headers_that_they_ask_for() {
+    let sepal = serve(&[]);
+    let gateway = Gateway::start(&sepal.addr(), &["--cors_origin", "https://Chat.example.org/"]);
+    let asked =
+        "authorization,content-type,x-stainless-arch,x-stainless-retry-count,x-new-tomorrow";
+    let preflight = |origin: &str| {
+        let headers = format!(
+            "Origin: {origin}\r\nAccess-Control-Request-Method: POST\r\n\
+             Access-Control-Request-Headers: {asked}\r\n"
+        );
+        gateway.raw("OPTIONS", "/v1/chat/completions", &headers, "").to_lowercase()
+    };
+    let answer = preflight("https://chat.example.org");
+    assert!(answer.contains(" 200 "), "{answer}");
+    assert!(
+        answer.contains("access-control-allow-origin: https://chat.example.org\r\n"),
+        "{answer}"
+    );
+    assert!(answer.contains(&format!("access-control-allow-headers: {asked}\r\n")), "{answer}");
+    assert!(!preflight("https://other.example.org").contains("access-control-allow-origin"));
+    // Errors, too, can be read by the page.
+    let refused = gateway.raw("GET", "/v1/models/x", "Origin: https://chat.example.org\r\n", "");
+    assert!(refused.to_lowercase().contains("access-control-allow-origin"), "{refused}");
+    assert!(refused.contains("model_not_found"), "{refused}");
+}
+
+#[test]
+fn callers_behind_a_trusted_proxy_are_told_apart() {
+    let sepal = serve(&[]);
+    let limit = ["--requests_per_minute", "1"];
+    let asked = |process: &Sepal, from: &str| {
+        let addr = http::address_in(&process.wait_line("gateway answers", 1));
+        let headers = format!("X-Forwarded-For: {from}\r\n");
+        http::exchange(&addr, &http::request("GET", "/v1/models", &headers, "")).0
+    };
+    let trusting =
+        started(&sepal.addr(), &[&limit[..], &["--trusted_proxy", "127.0.0.0/8"]].concat());
+    assert_eq!(asked(&trusting, "1.2.3.4"), 200);
+    assert_eq!(asked(&trusting, "1.2.3.5"), 200);
+    let other = started(&sepal.addr(), &[&limit[..], &["--trusted_proxy", "10.0.0.1"]].concat());
+    assert_eq!(asked(&other, "1.2.3.4"), 200);
+    // Within a minute.
+    wait_for("a refusal", || (asked(&other, "1.2.3.6") == 429).then_some(()));
 }
