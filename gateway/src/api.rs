@@ -89,7 +89,8 @@ pub fn router(engine: Arc<Engine>, config: &GatewayConfig) -> Result<Router, Key
         .layer(middleware::from_fn_with_state(shared.clone(), guard::admit))
         .layer(DefaultBodyLimit::disable());
     let open = Router::new()
-        .route("/", get(page::page))
+        .route("/", get(page::index))
+        .route("/page/{version}/{*path}", get(page::file))
         .route("/livez", get(async || StatusCode::OK))
         .route("/readyz", get(ready))
         .route("/health", get(ready))

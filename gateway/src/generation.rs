@@ -1,6 +1,7 @@
 //! One text under way, in a task of its own. Its pieces go into a bounded queue; the text waits for a
 //! caller that reads slowly, and ends with one that has gone.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use client::generation::{Added, Finish, Generation, GenerationError};
 use client::grammar::Grammar;
 use client::prompt_scores;
 use client::sampling::{Sampler, SamplingConfig};
-use p2p::task;
+use p2p::{PeerId, task};
 use tokio::sync::mpsc;
 
 use crate::accounts::CallerAccount;
@@ -57,9 +58,11 @@ pub struct TokenText {
 }
 
 /// A text that has ended.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Ended {
     pub finish: Finish,
+    /// The servers that it ended over, in order, with their blocks.
+    pub route: Vec<(PeerId, Range<u32>)>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Tokens that were added, the one that ends the text included.
@@ -157,6 +160,7 @@ async fn generate(
     model.keep(chain, tokens);
     Ok(Some(Ended {
         finish,
+        route: report.legs,
         prompt_tokens: report.prompt_tokens,
         completion_tokens,
         cached_tokens,

@@ -59,7 +59,7 @@ fn the_page_shows_its_server_chats_and_costs_the_server_nothing_when_it_dies() {
     assert_eq!((shown["name"].as_str(), shown["dht_prefix"].as_str()), (Some(name), Some("demo")));
     assert_eq!(shown["servers"][0]["peer"], sepal.peer_id().as_str());
     let (status, page) = get(&addr, "/");
-    assert!(status == 200 && page.contains("<h1>Sepal swarm</h1>"), "{page}");
+    assert!(status == 200 && page.contains("<h1>Sepal</h1>"), "{page}");
     assert_eq!(sepal.status()[0]["figures"]["web"], addr.as_str());
 
     let body = json!({"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0});

@@ -92,7 +92,9 @@ impl<C: Chunks> Streaming<C> {
             None => {
                 self.has_ended = true;
                 if self.tells_usage {
-                    self.ready.push_back(event(&self.chunks.usage(self.texts.usage)));
+                    let mut last = self.chunks.usage(self.texts.usage);
+                    last["route"] = self.texts.route();
+                    self.ready.push_back(event(&last));
                 }
                 self.ready.push_back(Event::default().data("[DONE]"));
             }

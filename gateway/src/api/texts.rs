@@ -1,5 +1,6 @@
 //! The texts of one request: all of them at once, in one queue.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::task::Context;
 use std::time::Instant;
@@ -7,6 +8,8 @@ use std::time::Instant;
 use client::generation::{Finish, GenerationError};
 use futures::StreamExt;
 use futures::stream::{self, BoxStream};
+use p2p::PeerId;
+use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::ApiState;
@@ -28,9 +31,9 @@ pub struct Usage {
 
 impl Usage {
     /// As OpenAI's API has it.
-    pub fn to_json(self) -> serde_json::Value {
+    pub fn to_json(self) -> Value {
         let Usage { prompt, cached, completion } = self;
-        serde_json::json!({
+        json!({
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
@@ -50,6 +53,8 @@ pub struct Texts {
     left: u32,
     /// What was counted so far.
     pub usage: Usage,
+    /// The servers of the text that ended last, in order, with their blocks.
+    route: Vec<(PeerId, Range<u32>)>,
     _under_way: Vec<(UnderWay, OwnedSemaphorePermit)>,
 }
 
@@ -93,6 +98,7 @@ impl Texts {
             has_begun: false,
             left,
             usage: Usage { prompt, ..Usage::default() },
+            route: Vec::new(),
             _under_way: under_way,
         })
     }
@@ -130,7 +136,14 @@ impl Texts {
         })
     }
 
+    /// The servers of the text that ended last, for programs.
+    pub fn route(&self) -> Value {
+        let leg = |(peer, blocks): &(PeerId, Range<u32>)| json!({"peer": peer.to_string(), "start": blocks.start, "end": blocks.end});
+        self.route.iter().map(leg).collect()
+    }
+
     fn count(&mut self, ended: &Ended) {
+        self.route.clone_from(&ended.route);
         self.usage.cached = self.usage.cached.max(ended.cached_tokens);
         self.usage.completion += ended.completion_tokens;
         let (metrics, name) = (&self.engine.metrics, &self.model.view.name);

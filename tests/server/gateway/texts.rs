@@ -15,7 +15,8 @@ fn texts_are_those_of_generate_whole_and_in_pieces() {
     assert!((finish == "length" && made == 24) || (finish == "stop" && made < 24), "{answer}");
     assert_eq!(answer["object"], "text_completion");
 
-    let (mut pieces, mut finishes, mut usage) = (String::new(), Vec::new(), Value::Null);
+    let (mut pieces, mut finishes) = (String::new(), Vec::new());
+    let (mut usage, mut route) = (Value::Null, Value::Null);
     let body = completion(&json!({"stream_options": {"include_usage": true}}));
     gateway.stream("/v1/completions", body, |chunk| {
         for choice in chunk["choices"].as_array().unwrap() {
@@ -23,9 +24,11 @@ fn texts_are_those_of_generate_whole_and_in_pieces() {
             finishes.extend(choice["finish_reason"].as_str().map(str::to_owned));
         }
         usage = chunk["usage"].clone();
+        route = chunk["route"].clone();
     });
     assert_eq!(pieces, text(&answer));
     assert_eq!(finishes, [finish]);
+    assert_eq!(route, json!([{"peer": sepal.peer_id(), "start": 0, "end": 8}]));
     assert_eq!(usage["completion_tokens"], made);
 
     let (status, models) = gateway.get("/v1/models");
