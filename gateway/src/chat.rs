@@ -118,7 +118,7 @@ async fn talk(config: &ChatConfig) -> Result<(), ChatError> {
 }
 
 /// How the last answer went.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Stats {
     ended: Option<Ended>,
     tokens: usize,
@@ -241,17 +241,17 @@ impl Conversation {
         }
         print(&style.map(Markdown::end).unwrap_or_default())?;
         print("\n")?;
-        let tokens = ended.map_or(tokens, |ended: Ended| ended.completion_tokens);
+        let tokens = ended.as_ref().map_or(tokens, |ended: &Ended| ended.completion_tokens);
         let whole = began.elapsed();
         self.last = Some(Stats { ended, tokens, first: first.unwrap_or(whole), whole });
         Ok(failure.map_or(Ok(said), Err))
     }
 
     fn stats(&self) -> String {
-        let Some(Stats { ended, tokens, first, whole }) = self.last else {
+        let Some(Stats { ended, tokens, first, whole }) = &self.last else {
             return "There is no answer yet.".to_owned();
         };
-        let speed = tokens as f64 / whole.as_secs_f64().max(1e-9);
+        let speed = *tokens as f64 / whole.as_secs_f64().max(1e-9);
         let mut text = format!(
             "{tokens} tokens in {:.1} s ({speed:.1} tokens/s), the first after {:.0} ms",
             whole.as_secs_f64(),
