@@ -78,7 +78,7 @@ fn complain(message: &str) {
 }
 
 /// What wakes the screen.
-enum Wake {
+enum TopEvent {
     /// The person did something.
     Terminal(io::Result<Event>),
     /// The instances answered.
@@ -112,7 +112,7 @@ fn show(options: &StatusOptions) -> Result<(), String> {
         }
         if terminal_is_gone() || matches!(signals.read_signal(), Ok(Some(_))) {
             // A full channel has a screen behind it that hears nothing.
-            let _ = wake.try_send(Wake::Stop);
+            let _ = wake.try_send(TopEvent::Stop);
             if ended.recv_timeout(GRACE).is_err() {
                 let _ = disable_raw_mode();
             }
@@ -131,7 +131,11 @@ fn terminal_is_gone() -> bool {
 }
 
 /// Takes the terminal, draws until the end, and gives the terminal back.
-fn screen(first: Heard, woken: &Receiver<Wake>, wake: SyncSender<Wake>) -> Result<(), String> {
+fn screen(
+    first: Heard,
+    woken: &Receiver<TopEvent>,
+    wake: SyncSender<TopEvent>,
+) -> Result<(), String> {
     let mut view = TopState::default();
     view.hear(first);
     let mut terminal = ratatui::try_init().map_err(|e| format!("cannot use the terminal: {e}"))?;
@@ -147,20 +151,20 @@ fn screen(first: Heard, woken: &Receiver<Wake>, wake: SyncSender<Wake>) -> Resul
 fn watch(
     terminal: &mut DefaultTerminal,
     view: &mut TopState,
-    woken: &Receiver<Wake>,
+    woken: &Receiver<TopEvent>,
 ) -> io::Result<()> {
     loop {
         terminal.draw(|frame| draw::draw(frame, view))?;
         let outcome = match woken.recv() {
-            Ok(Wake::Terminal(event)) => match event? {
+            Ok(TopEvent::Terminal(event)) => match event? {
                 Event::Key(key) => view.key(key),
                 _ => KeyOutcome::Nothing,
             },
-            Ok(Wake::Heard(heard)) => {
+            Ok(TopEvent::Heard(heard)) => {
                 view.hear(heard);
                 KeyOutcome::Nothing
             }
-            Ok(Wake::Stop) | Err(_) => KeyOutcome::Quit,
+            Ok(TopEvent::Stop) | Err(_) => KeyOutcome::Quit,
         };
         match outcome {
             KeyOutcome::Quit => return Ok(()),
@@ -195,11 +199,11 @@ fn take_signals() -> nix::Result<SignalFd> {
 }
 
 /// Asks again and again, on a thread that ends with the program.
-fn ask_again(options: StatusOptions, wake: SyncSender<Wake>) -> io::Result<()> {
+fn ask_again(options: StatusOptions, wake: SyncSender<TopEvent>) -> io::Result<()> {
     thread("ask", move || {
         loop {
             let next = Instant::now() + PERIOD;
-            if wake.send(Wake::Heard(ask(&options))).is_err() {
+            if wake.send(TopEvent::Heard(ask(&options))).is_err() {
                 return;
             }
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
@@ -208,12 +212,12 @@ fn ask_again(options: StatusOptions, wake: SyncSender<Wake>) -> io::Result<()> {
 }
 
 /// Reads the terminal on a thread that ends with the program, or with the terminal's first error.
-fn read_keys(wake: SyncSender<Wake>) -> io::Result<()> {
+fn read_keys(wake: SyncSender<TopEvent>) -> io::Result<()> {
     thread("keys", move || {
         loop {
             let event = event::read();
             let is_last = event.is_err();
-            if wake.send(Wake::Terminal(event)).is_err() || is_last {
+            if wake.send(TopEvent::Terminal(event)).is_err() || is_last {
                 return;
             }
         }

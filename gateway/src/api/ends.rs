@@ -4,7 +4,6 @@ use client::end_rules::EndRules;
 use serde::Deserialize;
 
 use super::error::ApiError;
-use super::request::out_of_range;
 
 /// Most tokens of a request that end a text.
 const MAX_STOP_TOKENS: usize = 256;
@@ -27,17 +26,25 @@ impl EndSettings {
         let ids = self.stop_token_ids.as_deref().unwrap_or_default();
         if ids.len() > MAX_STOP_TOKENS {
             let got = format!("{} tokens", ids.len());
-            return Err(out_of_range("stop_token_ids", got, &format!("at most {MAX_STOP_TOKENS}")));
+            return Err(ApiError::out_of_range(
+                "stop_token_ids",
+                got,
+                &format!("at most {MAX_STOP_TOKENS}"),
+            ));
         }
         let known = |id: &i64| {
             let token = u32::try_from(*id).ok().filter(|token| (*token as usize) < vocabulary);
             let expected = format!("tokens of the vocabulary of {vocabulary}");
-            token.ok_or_else(|| out_of_range("stop_token_ids", id, &expected))
+            token.ok_or_else(|| ApiError::out_of_range("stop_token_ids", id, &expected))
         };
         let min_tokens = self.min_tokens.unwrap_or(0);
         let is_least = |least: &u32| *least <= max_tokens;
         let least = u32::try_from(min_tokens).ok().filter(is_least).ok_or_else(|| {
-            out_of_range("min_tokens", min_tokens, &format!("0 to {max_tokens} (max_tokens)"))
+            ApiError::out_of_range(
+                "min_tokens",
+                min_tokens,
+                &format!("0 to {max_tokens} (max_tokens)"),
+            )
         })?;
         Ok(EndRules {
             stop_tokens: ids.iter().map(known).collect::<Result<_, _>>()?,

@@ -40,6 +40,15 @@ impl ApiError {
         ApiError { param, ..error }
     }
 
+    /// A setting that cannot be used.
+    pub fn out_of_range(
+        name: &'static str,
+        got: impl std::fmt::Display,
+        expected: &str,
+    ) -> ApiError {
+        ApiError::bad(format!("invalid {name} {got}: expected {expected}"), Some(name))
+    }
+
     /// What is wrong, in a sentence.
     #[cfg(test)]
     pub(super) fn text(&self) -> &str {

@@ -1,6 +1,6 @@
 //! Who may call, and how often.
 
-mod forwarded;
+mod caller_address;
 mod limits;
 
 use std::collections::HashMap;
@@ -78,7 +78,7 @@ impl Guard {
     fn account(&self, headers: &HeaderMap, peer: IpAddr) -> Result<CallerAccount, ApiError> {
         let (caller, usage) = match &self.keys {
             None => {
-                let ip = forwarded::caller(headers, peer, &self.trusted_proxies);
+                let ip = caller_address::caller(headers, peer, &self.trusted_proxies);
                 (CallerKey::Address(ip), None)
             }
             Some(keys) => {

@@ -115,7 +115,7 @@ impl GenerationSettings {
     pub fn choices(&self) -> Result<u32, ApiError> {
         match self.n.unwrap_or(1) {
             n @ 1..=MAX_CHOICES => Ok(n),
-            n => Err(out_of_range("n", n, &format!("1 to {MAX_CHOICES}"))),
+            n => Err(ApiError::out_of_range("n", n, &format!("1 to {MAX_CHOICES}"))),
         }
     }
 
@@ -156,7 +156,11 @@ impl GenerationSettings {
         let (sampling, stop) = (self.sampling()?, self.stops()?);
         let top_logprobs = match top_logprobs {
             Some(n) if n > MAX_TOP_LOGPROBS => {
-                return Err(out_of_range("top_logprobs", n, &format!("0 to {MAX_TOP_LOGPROBS}")));
+                return Err(ApiError::out_of_range(
+                    "top_logprobs",
+                    n,
+                    &format!("0 to {MAX_TOP_LOGPROBS}"),
+                ));
             }
             n => n.map(|n| n as usize),
         };
@@ -206,7 +210,7 @@ impl GenerationSettings {
             Some(-1) => model.room(prompt, default),
             Some(asked) => u32::try_from(asked).map_err(|_| {
                 let expected = "1 to the length of the model, or -1 for as many as fit";
-                out_of_range("max_tokens", asked, expected)
+                ApiError::out_of_range("max_tokens", asked, expected)
             })?,
         };
         if let Some(most) = model.local.max_positions
@@ -219,7 +223,7 @@ impl GenerationSettings {
         }
         match asked {
             0 if self.may_add_nothing => Ok(0),
-            0 => Err(out_of_range("max_tokens", 0, "1 or more")),
+            0 => Err(ApiError::out_of_range("max_tokens", 0, "1 or more")),
             asked => Ok(asked),
         }
     }
@@ -227,7 +231,7 @@ impl GenerationSettings {
     fn sampling(&self) -> Result<SamplingConfig, ApiError> {
         let temperature = self.temperature.unwrap_or(1.0);
         if !(0.0..=MAX_TEMPERATURE).contains(&temperature) {
-            return Err(out_of_range(
+            return Err(ApiError::out_of_range(
                 "temperature",
                 temperature,
                 &format!("0 to {MAX_TEMPERATURE}"),
@@ -254,7 +258,7 @@ impl GenerationSettings {
     fn biases(&self) -> Result<Vec<(u32, f32)>, ApiError> {
         let biases = self.logit_bias.iter().flatten();
         if biases.clone().count() > MAX_BIASES {
-            return Err(out_of_range(
+            return Err(ApiError::out_of_range(
                 "logit_bias",
                 "too many tokens",
                 &format!("{MAX_BIASES} at most"),
@@ -262,9 +266,11 @@ impl GenerationSettings {
         }
         let parse = |(token, bias): (&String, &f32)| match token.parse() {
             Ok(token) => Ok((token, *bias)),
-            Err(_) => {
-                Err(out_of_range("logit_bias", format!("token {token:?}"), "numbers of tokens"))
-            }
+            Err(_) => Err(ApiError::out_of_range(
+                "logit_bias",
+                format!("token {token:?}"),
+                "numbers of tokens",
+            )),
         };
         biases.map(parse).collect()
     }
@@ -277,7 +283,7 @@ impl GenerationSettings {
         };
         if stops.len() > MAX_STOPS || stops.iter().any(|stop| stop.len() > MAX_STOP_BYTES) {
             let limit = format!("at most {MAX_STOPS} texts of {MAX_STOP_BYTES} bytes");
-            return Err(out_of_range("stop", format!("{} texts", stops.len()), &limit));
+            return Err(ApiError::out_of_range("stop", format!("{} texts", stops.len()), &limit));
         }
         Ok(stops)
     }
@@ -306,11 +312,6 @@ pub async fn outside<T: Send + 'static>(
 ) -> Result<T, ApiError> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|_| ApiError::too_many("the gateway is shutting down".to_owned(), 1))
-}
-
-/// A setting that cannot be used.
-pub fn out_of_range(name: &'static str, got: impl std::fmt::Display, expected: &str) -> ApiError {
-    ApiError::bad(format!("invalid {name} {got}: expected {expected}"), Some(name))
 }
 
 /// Reads a body.
